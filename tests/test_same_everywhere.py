@@ -158,11 +158,11 @@ def test_csv_holds_every_table_unrounded(name: str) -> None:
     doc = told(name)
     rows = list(csv.DictReader(io.StringIO(tables.csv_text(doc))))
     for table in doc.tables():
-        own = [row for row in rows if row["table"] == table.title]
+        own = [row for row in rows if row["table"] == table.name]
         assert len(own) >= len(table.rows)
         for cells in table.rows:
             wanted = {
-                column.name: cell.value if cell.value is not None and column.numeric else cell.text
+                column.plain: cell.value if cell.value is not None and column.numeric else cell.text
                 for column, cell in zip(table.columns, cells, strict=True)
             }
             assert any(all(_same(row[column], value) for column, value in wanted.items()) for row in own), wanted

@@ -105,31 +105,50 @@ def test_frames_hold_the_numbers_of_the_tables(kind: str) -> None:
     pandas = pytest.importorskip("pandas", reason="DataFrames need pandas")
     result = results()[kind]
     told = document(result)
-    tables = {table.title: table for table in (told.summary, *told.tables()) if table is not None}
+    tables = {table.name: table for table in (told.summary, *told.tables()) if table is not None}
     frames = result.to_frames()
     assert frames.keys() == tables.keys()
-    for title, table in tables.items():
-        frame = frames[title]
+    for name, table in tables.items():
+        frame = frames[name]
         assert isinstance(frame, pandas.DataFrame)
         assert len(frame) == len(table.rows)
         for index, column in enumerate(table.columns):
             values = [row[index].value for row in table.rows]
             if not column.numeric or not any(value is not None for value in values):
                 continue
-            assert pandas.api.types.is_numeric_dtype(frame[column.name])
-            assert [None if pandas.isna(value) else value for value in frame[column.name]] == values
+            assert pandas.api.types.is_numeric_dtype(frame[column.plain])
+            assert [None if pandas.isna(value) else value for value in frame[column.plain]] == values
             for end in ("low", "high"):
                 ends = [getattr(row[index], end) for row in table.rows]
                 if any(value is not None for value in ends):
-                    assert [None if pandas.isna(value) else value for value in frame[f"{column.name} {end}"]] == ends
+                    assert [None if pandas.isna(value) else value for value in frame[f"{column.plain} {end}"]] == ends
     assert len(result.to_frame()) > 0
 
 
-def test_a_frame_by_its_title() -> None:
+@every_result
+def test_tables_have_short_names_of_their_own(kind: str) -> None:
+    told = document(results()[kind])
+    names = [table.name for table in told.tables()]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"[a-z0-9_]{3,40}", name), name
+
+
+def test_names_begin_with_the_gpu_where_there_are_several() -> None:
+    one, several = (gs.load("gpt2").on(1, 1024).forecast(*gpus, recipes="fp8current") for gpus in (["h200"], ["h200", "b200"]))
+    names = {table.name for table in document(one).tables()} - {"forecast"}
+    assert {"memory", "parts", "times_autocast"} < names
+    assert {table.name for table in document(several).tables()} == {
+        "forecast", *(f"{gpu}_{name}" for gpu in ("h200", "b200") for name in names)
+    }  # fmt: skip
+
+
+def test_a_frame_by_its_name_or_title() -> None:
     pytest.importorskip("pandas", reason="DataFrames need pandas")
     result = results()["bench"]
+    assert result.to_frame("speedups_autocast").equals(result.to_frame("Autocast: speedup of every op"))
     assert set(result.to_frame("speedup of every op").columns) > {"Op", "FP8Current", "FP8Current low", "FP8Current high"}
-    with pytest.raises(gs.UserError, match="no table has 'phase of the moon' in its title"):
+    with pytest.raises(gs.UserError, match="there is no table 'phase of the moon'"):
         result.to_frame("phase of the moon")
 
 

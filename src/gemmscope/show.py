@@ -49,13 +49,13 @@ def _unit(chart: Chart) -> str:
     return str(getattr(chart, "unit", ""))
 
 
-def frame(result: Result, title: str = "") -> Any:
-    """The main table as a DataFrame, or the one with this title."""
-    return tables.frame(document(result), title)
+def frame(result: Result, name: str = "") -> Any:
+    """The main table as a DataFrame, or the one with this name or title."""
+    return tables.frame(document(result), name)
 
 
 def frames(result: Result) -> dict[str, Any]:
-    """Every table as a DataFrame, by its title."""
+    """Every table as a DataFrame, by its name."""
     return tables.frames(document(result))
 
 

@@ -48,7 +48,7 @@ def test_writers_show_the_same(name: str) -> None:
     assert document.answer in shown
     for shown_table in document.tables():
         assert shown_table.title in shown
-        assert shown_table.title in written
+        assert f"\n{shown_table.name}," in written
         assert all(cell.text in shown for row in shown_table.rows for cell in row)
 
 

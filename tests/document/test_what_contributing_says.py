@@ -59,7 +59,7 @@ class Dial(Drawing):
     value: float
 
     def table(self) -> Table:
-        return table(self.title, [self.value], Column("Value", lambda value: value, ".1f"))
+        return table(self.name, self.title, [self.value], Column("Value", lambda value: value, ".1f"))
 
 
 def with_blocks(*blocks: Any) -> Document:
@@ -67,7 +67,7 @@ def with_blocks(*blocks: Any) -> Document:
 
 
 def test_a_chart_is_a_class_and_a_line_for_each_writer_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    doc = with_blocks(Dial("Pressure", 3.5))
+    doc = with_blocks(Dial("pressure", "Pressure", 3.5))
     assert "3.5" in terminal.text(doc)
     assert "3.5" in markdown.markdown([doc])
     monkeypatch.setitem(chart_data.DATA, Dial, ("dial", lambda chart, _: {"half": chart.value / 2}))
@@ -109,7 +109,8 @@ class WeatherResult(Result):
 
 def weather_document(result: WeatherResult, name: str = "") -> Document:
     columns = [Column[WeatherResult]("Degrees", lambda one: one.degrees, ".1f")]
-    doc = replace(with_blocks(table("Now", [result], *columns)), kind="weather", messages=tuple(map(Message.of, result.findings)))
+    now = table("now", "Now", [result], *columns)
+    doc = replace(with_blocks(now), kind="weather", messages=tuple(map(Message.of, result.findings)))
     return replace(doc, answer=f"{result.degrees:.1f} degrees.", name=name)
 
 

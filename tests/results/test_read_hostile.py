@@ -121,7 +121,7 @@ def test_own_results_are_not_called_damaged() -> None:
 
 def test_rows_have_a_cell_for_each_column() -> None:
     with pytest.raises(ValueError, match="cells"):
-        Table("t", (Head("a"), Head("b")), ((Cell("1"),),))
+        Table("t", "t", (Head("a"), Head("b")), ((Cell("1"),),))
 
 
 AGAINST: dict[str, tuple[Callable[[Path], Path], tuple[Any, ...], Any, str]] = {

@@ -64,7 +64,7 @@ def stacked(title: str, times: dict[str, float], width: float = 0.05) -> BarChar
         )
         for name, time in times.items()
     )
-    return BarChart(title, "ms per step", bars)
+    return BarChart("bars", title, "ms per step", bars)
 
 
 def plane(rows: int, columns: int) -> HeatMap:
@@ -79,7 +79,7 @@ def plane(rows: int, columns: int) -> HeatMap:
         for y in range(rows)
     )
     sizes = [str(1024 * (place + 1)) for place in range(max(rows, columns))]
-    return HeatMap("heat", "hidden_size", "micro_batch_size", tuple(sizes[:rows]), tuple(sizes[:columns]), cells)
+    return HeatMap("map", "heat", "hidden_size", "micro_batch_size", tuple(sizes[:rows]), tuple(sizes[:columns]), cells)
 
 
 def curve(places: list[str], recipes: tuple[str, ...] = RECIPES[1:3]) -> CurveChart:
@@ -90,7 +90,7 @@ def curve(places: list[str], recipes: tuple[str, ...] = RECIPES[1:3]) -> CurveCh
         )
         for name in recipes
     }  # fmt: skip
-    return CurveChart("curve", "sequence_length", series)
+    return CurveChart("curve", "curve", "sequence_length", series)
 
 
 HARD = {
@@ -98,8 +98,8 @@ HARD = {
     "all recipes": lambda: of(stacked("all", dict.fromkeys(RECIPES, 3.0)), stacked("again", dict.fromkeys(RECIPES, 2.0))),
     "eight GPUs": lambda: of(*(stacked(f"gpu-{place}", {"BF16": 9.0 - place, "MXFP8": 5.0}) for place in range(8))),
     "long names": lambda: of(stacked("a long title " * 12, {"BF16": 3.0, "a recipe, a name " * 4: 2.0}), title="a model " * 30),
-    "no baseline": lambda: of(BarChart("gap", "ms", (Bar("FP8Current", note="not measured"), *stacked("", {"MXFP8": 2.0}).bars))),
-    "a fallback": lambda: of(BarChart("fell", "ms", (replace(stacked("", {"MXFP8": 2.0}).bars[0], alarm="FALLBACK"),))),
+    "no baseline": lambda: of(BarChart("", "gap", "ms", (Bar("FP8Current", note="not run"), *stacked("", {"MXFP8": 2.0}).bars))),
+    "a fallback": lambda: of(BarChart("bars", "fell", "ms", (replace(stacked("", {"MXFP8": 2.0}).bars[0], alarm="FALLBACK"),))),
     "a plane of 12 x 12": lambda: of(plane(12, 12)),
     "two planes": lambda: of(plane(4, 4), plane(4, 4)),
     "40 points": lambda: of(curve([str(256 * place) for place in range(1, 41)])),
@@ -233,7 +233,7 @@ def test_many_ops_share_one_color() -> None:
     ops = [f"layers.{place}.linear" for place in range(40)]
     keys = op_keys(ops)
     bar = Bar("BF16", tuple(Segment(op if keys[op] != "series-rest" else "smaller ops", 1.0, keys[op]) for op in ops))
-    _, [panel] = drawn(of(BarChart("many", "ms", (bar, replace(bar, label="MXFP8")))))
+    _, [panel] = drawn(of(BarChart("bars", "many", "ms", (bar, replace(bar, label="MXFP8")))))
     heights = [patch.get_height() for patch in panel.patches]
     assert sum(heights) == pytest.approx(80)
     assert max(heights) == pytest.approx(33)

@@ -82,7 +82,7 @@ def test_details_lose_nothing_on_a_narrow_terminal(name: str) -> None:
 def test_a_table_fits_and_keeps_its_first_columns(heads: list[tuple[str, bool, int]], count: int, width: int, choice) -> None:  # type: ignore[no-untyped-def]
     columns = tuple(Head(f"{name}{place}", numeric, drop) for place, (name, numeric, drop) in enumerate(heads))
     rows = tuple(tuple(Cell("x" * choice.randint(0, 25)) for _ in columns) for _ in range(count))
-    table = Table("title", columns, rows)
+    table = Table("name", "title", columns, rows)
     kept = fitted(table, width)
     assert [column for column in columns if not column.drop] == [column for column in kept.columns if not column.drop]
     shown = [line.plain for line in table_lines(kept, width)]

@@ -182,6 +182,7 @@ def factor_table(calibration: Calibration) -> Table:
     listed |= {str(part): factor for part, factor in calibration.parts.items()}
 
     return table(
+        "factors",
         f"Measured over forecast time on {calibration.device}",
         listed,
         Column[str]("Part", str),

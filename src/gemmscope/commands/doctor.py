@@ -82,6 +82,7 @@ class Diagnosis:
             return None if reason is None else "no" if reason else "yes"
 
         return table(
+            "backends",
             "What can be measured here",
             recipes(),
             Column[str]("Recipe", str),

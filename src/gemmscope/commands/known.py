@@ -28,8 +28,9 @@ def model_table(search: Sequence[str] = ()) -> Table:
         columns: Iterable[Column[int]] = across(
             range(ACROSS), lambda row, place: "".join(names[place * rows + row :][:1]), head=lambda _: " "
         )
-        return table("Models (gemmscope models WORD searches, and shows their sizes)", range(rows), *columns)
+        return table("models", "Models (gemmscope models WORD searches, and shows their sizes)", range(rows), *columns)
     return table(
+        "models",
         "Models",
         _matching([presets.describe(name) for name in presets.names()], search, "model", presets.names()),
         Column("Name", lambda preset: preset.name),
@@ -41,6 +42,7 @@ def model_table(search: Sequence[str] = ()) -> Table:
 def gpu_table(search: Sequence[str] = ()) -> Table:
     """The GPUs that can be forecast, with their published rates, of those words only."""
     return table(
+        "gpus",
         "GPUs: published rates in dense TFLOP/s, memory in GB, bandwidth in TB/s",
         _matching(gpus().values(), search, "GPU", gpus()),
         Column("Name", lambda chip: chip.name),

@@ -18,8 +18,10 @@ SHADES: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched
 
 @dataclass(frozen=True)
 class Drawing:
-    """What all charts have. `main`: it belongs to the first screen. `figure`: `-o` draws it even if it is not main."""
+    """What all charts have. `name`: that of its table. `main`: it belongs to the first screen. `figure`: `-o` draws it even if it
+    is not main."""
 
+    name: str
     title: str
     _: KW_ONLY
     note: str = ""
@@ -111,6 +113,7 @@ class BarChart(Drawing):
             return time_ms / whole_ms if isinstance(time_ms, float) else None
 
         return table(
+            self.name,
             f"{self.title} ({self.unit})",
             rows,
             Column("Part", lambda row: row[0]),
@@ -161,6 +164,7 @@ class WaterfallChart(Drawing):
     def table(self) -> Table:
         """A row per part of the step."""
         return table(
+            self.name,
             self.title,
             self.falls,
             Column("Part", lambda fall: fall.part),
@@ -209,6 +213,7 @@ class CurveChart(Drawing):
 
         unit = "" if self.unit == "x" else f" ({self.unit})"
         return table(
+            self.name,
             f"{self.title}{unit}",
             self.places,
             Column[str](self.axis, str),
@@ -286,6 +291,7 @@ class HeatMap(Drawing):
 
         pairs = list(zip(rows, lines, strict=True))
         return table(
+            self.name,
             self.title,
             pairs[::-1] if self.top_first else pairs,
             Column(head, lambda row: row[0]),
@@ -331,6 +337,7 @@ class ScatterChart(Drawing):
         mixes = [self.chosen] if self.chosen is not None and (self.chosen.speedup, self.chosen.error) not in known else []
 
         return table(
+            self.name,
             self.title,
             (*self.dots, *mixes),
             Column("Recipe", lambda dot: dot.name),
@@ -379,6 +386,7 @@ class RankChart(Drawing):
     def table(self) -> Table:
         """A row for each point."""
         return table(
+            self.name,
             self.title,
             self.points,
             Column(self.axis, lambda point: point.name),

@@ -71,6 +71,7 @@ def own_baseline(documents: Sequence[Document]) -> str:
 def side_by_side_table(documents: Sequence[Document]) -> Table:
     """Every speedup over the BF16 of its own GPU and run, a column per run. Such speedups do not compare the runs themselves."""
     return table(
+        "side_by_side",
         own_baseline(documents),
         speedup_rows(documents),
         Column("What", lambda row: row[0]),
@@ -113,6 +114,7 @@ class CommonBaseline:
     def table(self) -> Table:
         """A row for each run and recipe."""
         return table(
+            "common_baseline",
             self.title,
             self.times,
             Column("GPU", lambda time: time.run),

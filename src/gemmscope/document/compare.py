@@ -61,6 +61,7 @@ def differences_table(title: str, differences: Sequence[EnvironmentDifference], 
         *(f"Value {place}" for place in range(2, max((len(row.values) for row in differences), default=1) + 1)),
     ]
     return table(
+        "differences",
         title,
         differences,
         Column("What", lambda row: row.name),
@@ -88,6 +89,7 @@ def _changes(
         hidden = phrase("compare-not-shown", rows=units.counted(left_out, "more row")) if left_out > 0 else ""
         rows, note = tuple(sorted(rows, key=order)[:most]), phrase("compare-plus", hidden=hidden)
     return table(
+        f"changes_{letters[run]}".lower() if most is None else "changes",
         f"{letters[run]} compared with {letters[0]}",
         rows,
         Column("Row", lambda row: row.name),

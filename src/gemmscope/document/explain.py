@@ -152,7 +152,7 @@ def _chart(result: ExplainResult) -> BarChart:
             others.append(Bar("baseline" if twin else "predicted", part_segments(expected, time_text=".2f"), baseline=twin))
             speedup = _total_speedup(comparison) if twin else speedup
     trace = Bar("this trace" if others else "trace", part_segments(result.account.parts_ms, time_text=".2f"), speedup)
-    return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
+    return BarChart("step", "Where the time of a step goes", "ms per step", (*others, trace), main=True)
 
 
 def _is_twin(comparison: StepComparison) -> bool:
@@ -168,6 +168,7 @@ def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
     """How the speedup over another trace changes from the GEMMs to the whole step."""
     return tuple(
         WaterfallChart(
+            f"waterfall {comparison.expected}",
             "From GEMMs to step",
             "this trace",
             comparison.expected,

@@ -38,9 +38,10 @@ PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 # --- where the time goes --------------------------------------------------------------------------------------------------
 
 
-def _shares(title: str, head: str, times_ms: dict[str, float], step_ms: float, share: str, note: str = "") -> Table:
+def _shares(name: str, title: str, head: str, times_ms: dict[str, float], step_ms: float, share: str, note: str = "") -> Table:
     """Times by name, and their shares of the step."""
     return table(
+        name,
         title,
         times_ms,
         Column[str](head, str),
@@ -55,19 +56,19 @@ def parts_table(account: StepAccount) -> Table:
     times: dict[str, float] = {
         part: time for part, time in sorted(account.parts_ms.items(), key=lambda part: -part[1]) if time > 0
     }
-    return _shares("Where the time of a step goes", "Part", times, account.step_ms, "Share of step")
+    return _shares("parts", "Where the time of a step goes", "Part", times, account.step_ms, "Share of step")
 
 
 def classes_table(account: StepAccount) -> Table:
     """Time by class of kernel."""
     times = {**account.classes_ms, "total": sum(account.classes_ms.values())}
-    return _shares("By class of kernel", "Class", times, account.step_ms, "Share", phrase("explain-fused-casts"))
+    return _shares("classes", "By class of kernel", "Class", times, account.step_ms, "Share", phrase("explain-fused-casts"))
 
 
 def idle_table(account: StepAccount) -> Table:
     """Idle time by reason."""
     times = {why: time for why, time in account.idle_ms.items() if time > 0}
-    return _shares("Idle time by reason", "Reason", times, account.step_ms, "Share of step")
+    return _shares("idle_reasons", "Idle time by reason", "Reason", times, account.step_ms, "Share of step")
 
 
 def steps_table(each_step: Sequence[TracedStep]) -> Table:
@@ -77,6 +78,7 @@ def steps_table(each_step: Sequence[TracedStep]) -> Table:
 
     hidden = len(steps) - len(slowest)
     return table(
+        "steps",
         "Steps",
         [steps[place] for place in sorted(slowest)],
         Column("Step", lambda step: step.name),
@@ -117,7 +119,7 @@ def numbers_table(result: ExplainResult) -> Table:
         "GPU time in kernels of a known class": (account.named_share, "%"),
     }
     rows = [(name, write(value, unit)) for name, (value, unit) in values.items()]
-    return table("Per step", rows, Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g"))
+    return table("numbers", "Per step", rows, Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g"))
 
 
 def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
@@ -129,6 +131,7 @@ def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
         "Runs per step": sum(kernel.count for kernel in rest),
     }
     return table(
+        "unknown_kernels",
         "Kernels of unknown class",
         unknown[:MOST_UNKNOWN],
         Column("Kernel", lambda kernel: kernel.name),
@@ -145,6 +148,7 @@ def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
     """The GEMMs of each precision."""
     total = sum(row.flops for row in gemms)
     return table(
+        "gemms_by_precision",
         "GEMMs by precision, per step",
         gemms,
         Column("Precision", lambda row: row.precision),
@@ -174,6 +178,7 @@ def gemm_shape_table(result: ExplainResult) -> Table:
     }
     more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, (count, time_ms, applies) in others.items() if applies]
     return table(
+        "gemms_by_shape",
         "GEMMs by shape, per step",
         shapes[:MOST_ROWS],
         Column("M x N x K", _size),
@@ -225,6 +230,7 @@ def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
     step_ms = result.account.step_ms
 
     return table(
+        "why" if short else "causes",
         "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them",
         enumerate(result.causes, start=1),
         Column("Cause", lambda row: f"{row[0]}. {row[1].title}"),
@@ -251,6 +257,7 @@ def comparison_table(comparison: StepComparison) -> Table:
     speedup = speedups[-1] if any(speedups) else expected / actual if actual else None
     total = PartComparison(part="total", expected_ms=expected, trace_ms=actual, speedup=speedup)
     return table(
+        f"compared {comparison.expected}",
         comparison.title,
         (*comparison.parts, total),
         Column("Part", lambda part: part.part),
@@ -280,6 +287,7 @@ def attention_table(totals: Sequence[AttentionTotal]) -> Table:
         "explain-faster-attention": any(row.faster for row in totals),
     }
     return table(
+        "attention",
         "Attention, per step",
         totals[:MOST_ROWS],
         Column("Implementation", lambda row: row.backend),
@@ -309,6 +317,7 @@ def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
     }
     from_ranks = any(total.waiting_from == "other ranks" for total in totals)
     return table(
+        "collectives",
         "Collectives, per step",
         totals[:MOST_ROWS],
         Column("Collective", lambda total: total.kind),
@@ -331,6 +340,7 @@ def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
 def kernels_table(kernels: Sequence[TopKernel], step_ms: float) -> Table:
     """The kernels that take the most time."""
     return table(
+        "kernels",
         "Longest kernels, per step",
         kernels,
         Column("Kernel", lambda kernel: kernel_label(kernel.name)),
@@ -368,6 +378,7 @@ def idle_frames_table(result: ExplainResult) -> Table:
         "Share of step": rest_ms / step_ms if step_ms else None,
     }
     return table(
+        "idle",
         "GPU idle time by CPU activity, per step",
         frames,
         Column("CPU activity", lambda frame: _frame_name(frame.frame)),
@@ -396,6 +407,7 @@ def ranks_table(result: ExplainResult) -> Table:
         return Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank)
 
     return table(
+        "ranks",
         "Ranks, per step",
         result.ranks,
         Column("Rank", name),

@@ -205,6 +205,7 @@ def summary_table(view: FleetView) -> Table | None:
     notes = [phrase("fleet-not-shown", gpus=units.counted(more, f"more {kind}"))] if more > 0 else []
     notes += [phrase("fleet-speed", kind=kind)] if compared else []
     shown = table(
+        "summary",
         f"{kind}s, slowest first" if compared else f"{kind}s",
         listed,
         Column(kind, lambda gpu: gpu.place),
@@ -224,6 +225,7 @@ def summary_table(view: FleetView) -> Table | None:
 def outlier_table(view: FleetView) -> Table:
     """Every outlier in every figure."""
     return table(
+        "outliers",
         "Outliers",
         [*view.slow, *view.fast],
         Column("GPU", lambda outlier: f"{outlier.where} (whole node)" if outlier.whole_node else outlier.where),
@@ -244,6 +246,7 @@ def figure_table(view: FleetView) -> Table:
     kind = view.kind
 
     return table(
+        "metrics",
         f"Metrics over all {kind}s",
         view.result.figures,
         Column("Metric", figure_name),
@@ -292,6 +295,7 @@ def node_table(view: FleetView) -> Table | None:
 
     rows: list[Sequence[FleetGpu]] = [view.nodes[node] for node in view.slowest_nodes]
     return table(
+        "nodes",
         f"Nodes, by their slowest {kind}",
         rows,
         Column("Node", lambda gpus: gpus[0].node),
@@ -314,6 +318,7 @@ def gpu_table(view: FleetView) -> Table:
     versions = {gpu.place: view.result.versions_of(gpu) for gpu in view.result.gpus} if varying else {}
 
     return table(
+        "gpus",
         f"Every {kind}, slowest first",
         view.ordered,
         Column(kind, lambda gpu: gpu.place),
@@ -350,6 +355,7 @@ def health_table(view: FleetView) -> Table | None:
     health = {gpu.place: gpu.condition.health if gpu.failure else view.result.health_of(gpu) for gpu in view.ordered}
 
     return table(
+        "health",
         "Memory errors and links of every GPU",
         view.ordered,
         Column("GPU", lambda gpu: gpu.place),
@@ -400,6 +406,7 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
         else ""
     )
     return RankChart(
+        f"rank {figure.name}{group}",
         f"{figure.name}{'' if figure.unit == 'x' else ': speed'} relative to the median {view.kind}{group}",
         axis=view.kind,
         points=tuple(ranked),
@@ -449,6 +456,7 @@ def heat_map(view: FleetView) -> HeatMap | None:
     left = len(nodes) - len(shown)
     more = f" {phrase('not-shown', rows=units.counted(left, 'more node'))}" if left else ""
     return HeatMap(
+        "map",
         f"Slowdown of GPUs: the slowest {len(shown)} of {len(nodes):,} nodes" if left else "Slowdown of every GPU, by node",
         row_name="node",
         column_name="GPU",

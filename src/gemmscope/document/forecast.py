@@ -267,7 +267,7 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     rows = [(gpu, name) for gpu in gpus for name in gpu.linears.recipes]
     what = "linears of one micro-batch on one rank" + (", and the training step" if first is not None else "")
     note = phrase("forecast-means", unit=first.unit.capitalize()) if first is not None else ""
-    return table(f"FORECAST: {what} [90% error bar]", rows, *columns, note=note, recommended=_recommended)
+    return table("forecast", f"FORECAST: {what} [90% error bar]", rows, *columns, note=note, recommended=_recommended)
 
 
 def _recommended(row: tuple[GpuForecast, str]) -> bool:
@@ -300,6 +300,7 @@ def _pairs(step: StepTimes, prefix: str) -> Table:
     """Every low precision over every other: which of them are too close to call."""
 
     return table(
+        "recipes_compared",
         f"{prefix}FORECAST: recipes compared with each other: speedup of the training step",
         combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2),
         Column("Recipe", lambda pair: pair[1]),
@@ -318,6 +319,7 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
         else ""
     )
     return table(
+        "memory",
         f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}",
         MEMORY_USES,
         Column("Use", MEMORY_USES.get),
@@ -334,6 +336,7 @@ def _exchanged(step: StepTimes, prefix: str) -> Table | None:
         return None
 
     return table(
+        "communication",
         f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})",
         time.exchanged,
         Column("Exchange", lambda one: phrase(f"exchange-{one.kind}")),

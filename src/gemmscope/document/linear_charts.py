@@ -33,7 +33,11 @@ def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChar
     work = {case.op: case.flops * case.count for case in linears.cases}
     colors = op_keys(sorted(work, key=lambda op: -work[op]))
     return BarChart(
-        start + CHART_TITLES[mode], UNIT, tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes), figure=True
+        f"bars {mode}",
+        start + CHART_TITLES[mode],
+        UNIT,
+        tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes),
+        figure=True,
     )
 
 
@@ -93,9 +97,11 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
     title = start + MODE_TITLES[mode]
     charts = []
     if speedups:
-        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, grouped(speedups), main=True))
+        charts.append(CurveChart(f"speedups {mode}", f"{title}: speedup over {BASELINE}", axis, grouped(speedups), main=True))
     if rates:
-        charts.append(CurveChart(f"{title}: rate", axis, grouped(rates), "TFLOP/s", main=not speedups, figure=True))
+        charts.append(
+            CurveChart(f"rates {mode}", f"{title}: rate", axis, grouped(rates), "TFLOP/s", main=not speedups, figure=True)
+        )
     return charts
 
 

@@ -193,6 +193,7 @@ def linears_summary(linears: Linears) -> Table | None:
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(largest)
     return table(
+        "summary",
         f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}",
         [case for case in linears.cases if case.op in largest],
         Column(first, lambda case: case.op),
@@ -221,6 +222,7 @@ def _summary(linears: Linears, start: str) -> Table:
         note = phrase("linears-both-modes") + (f" {phrase('linears-speedup-kept')}" if quantizes else "")
     bar = "90% error bar" if linears.forecast else "95% interval"
     return table(
+        "linears",
         f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]",
         linears.recipes,
         Column("Recipe", str),
@@ -261,6 +263,7 @@ def _kept(linears: Linears, name: str) -> float | None:
 def _pairs(linears: Linears, start: str) -> Table:
 
     return table(
+        "linears_compared",
         f"{start}Recipes compared with each other: speedup of all linears",
         combinations([name for name in linears.recipes if name != BASELINE], 2),
         Column("Recipe", lambda pair: pair[1]),
@@ -295,6 +298,7 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
     bare, names = linears.bare, linears.columns(mode)
 
     return table(
+        f"times_{mode}",
         f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)",
         [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))],
         Column("Op", lambda row: row[0].op, when=not bare),
@@ -355,6 +359,7 @@ def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
     names = [name for name in linears.columns(mode) if name != BASELINE]
     rows = [(case.op, one) for case in linears.cases for one in (*PASSES, ALL)]
     return table(
+        f"speedups_{mode}",
         f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}",
         [row for row in rows if row[1] == ALL or any(speedup(row, name) != NOTHING for name in names)],
         Column("Op", lambda row: row[0]),
@@ -384,6 +389,7 @@ def _quantization(linears: Linears, start: str) -> Table:
     cells = [linears.op_time(case.op, name, "autocast") for case in linears.cases for name in names]
     labels = grouped((cell.op, label) for cell in cells if cell is not None for label in cell.quantize_ms)
     return table(
+        "quantization",
         f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)",
         [(case.op, label) for case in linears.cases if names for label in dict.fromkeys((*labels.get(case.op, ()), ALL))],
         Column("Op", lambda row: row[0]),
@@ -405,6 +411,7 @@ def _quantized(linears: Linears, name: str, row: tuple[str, str]) -> Value:
 
 def _memory(linears: Linears, start: str) -> Table:
     return table(
+        "kept",
         f"{start}Weights and kept inputs",
         linears.memory,
         Column("Recipe", lambda memory: memory.recipe),
@@ -427,6 +434,7 @@ def _evidence(linears: Linears, start: str) -> Table:
     for place in (6, 5, 4):
         proofs = _merged(proofs, place)
     return table(
+        "evidence",
         f"{start}Precision of every pass, proven by kernel names",
         proofs,
         Column("Recipe", lambda row: row[0]),

@@ -50,8 +50,9 @@ class Section:
     gpu: str = ""
 
     def tables(self) -> list[Table]:
-        """Every table, those of charts included."""
-        return [block if isinstance(block, Table) else block.table() for block in self.blocks]
+        """Every table, those of charts included; if it is about one GPU of several, their names begin with it."""
+        tables = [block if isinstance(block, Table) else block.table() for block in self.blocks]
+        return [table.of(self.gpu) for table in tables] if self.gpu else tables
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,7 @@ def _scatter(result: NumericsResult, marked: str) -> ScatterChart | None:
     forecast = "FORECAST, " if result.speed_origin == "forecast" else ""
     what = phrase(f"numerics-of-{result.speed_of or 'linears'}")
     return ScatterChart(
+        "speedup_and_error",
         f"{marked}{forecast}speedup of {what} on {result.speed_gpu} against error",
         dots,
         tuple(mixes),

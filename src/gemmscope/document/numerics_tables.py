@@ -119,6 +119,7 @@ def summary(result: NumericsResult) -> Table:
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
     star = phrase("numerics-star", baseline=BASELINE) if partly.keys() & {row.recipe for row in result.recipes} else ""
     return table(
+        "summary",
         title,
         rows,
         Column("Recipe", name),
@@ -146,6 +147,7 @@ def recipe_table(result: NumericsResult, marked: str) -> Table:
     """Every recipe in all linears, pass by pass."""
     counted = grouped((linear.recipe, linear) for linear in result.counted)
     return table(
+        "recipes",
         f"{marked}Errors of every recipe",
         result.recipes,
         Column("Recipe", lambda row: row.recipe),
@@ -166,6 +168,7 @@ def mix_table(result: NumericsResult, marked: str) -> Table | None:
     note = phrase("numerics-frontier", cost=phrase(f"numerics-cost-of-{mixed.cost}"))
     note += f" {phrase('numerics-best-mix')}" if chosen is not None else ""
     return table(
+        "mixes",
         f"{marked}Mixes: what to keep in a higher precision",
         mixed.frontier,
         Column("Recipe", lambda mix: Cell(f"{mix.recipe} *", level="note") if mix == chosen else mix.recipe),
@@ -200,6 +203,7 @@ def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMa
             for name in reversed(names)
         ]
         yield HeatMap(
+            f"map {recipe}",
             f"{marked}Error of every linear in {recipe}",
             row_name="linear",
             column_name="layer",
@@ -225,6 +229,7 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
     if not recipes or len(names) < 2:
         return None
     return HeatMap(
+        "map",
         f"{marked}Error of every linear in every recipe",
         row_name="linear",
         column_name="recipe",
@@ -275,6 +280,7 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
         return lambda row: value(max(row.passes, key=lambda one: one.relative.value)) if row.passes else None
 
     return table(
+        "worst",
         f"{marked}The linears with the {'most damage' if weighted(result) else 'largest errors'}",
         rows,
         Column("Recipe", lambda linear: linear.recipe),
@@ -302,6 +308,7 @@ def linear_table(result: NumericsResult, marked: str) -> Table:
 
     note = {"numerics-mean-of-layers": True, "numerics-cosine": any(cosine(own) is not None for own in rows)}
     return table(
+        "linears",
         f"{marked}Errors of every linear, pass by pass",
         rows,
         Column("Recipe", lambda own: own[0].recipe),
@@ -357,6 +364,7 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
         for key, of_key in groups.items()
     ]
     return table(
+        "operands",
         f"{marked}Operands of every pass",
         rows,
         Column("Recipe", lambda row: row[0]),
@@ -379,6 +387,7 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
 def stale_table(result: NumericsResult, marked: str) -> Table:
     """How far tensors grew above the maxima of earlier steps, which delayed scaling takes its scales from."""
     return table(
+        "delayed",
         f"{marked}Delayed scaling on recorded steps",
         sorted(result.stale, key=lambda stale: -stale.growth),
         Column("Linear", lambda stale: stale.name),
@@ -391,6 +400,7 @@ def stale_table(result: NumericsResult, marked: str) -> Table:
 def probed_table(result: NumericsResult, marked: str) -> Table:
     """What a probe measured, beside what is predicted."""
     return table(
+        "damage",
         f"{marked}Damage, predicted and measured",
         result.probed,
         Column("Recipe", lambda one: one.recipe),
@@ -415,12 +425,20 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
             if errors
         }
         if series:
-            yield CurveChart(f"{marked}Error of {title}", "layers passed", series, unit="% error", figure=True)
+            yield CurveChart(
+                f"depth {title.rpartition(' ')[2]}",
+                f"{marked}Error of {title}",
+                "layers passed",
+                series,
+                unit="% error",
+                figure=True,
+            )
 
 
 def loss_table(result: NumericsResult, marked: str) -> Table:
     """How much each recipe changes the loss of one batch."""
     return table(
+        "loss",
         f"{marked}At the end of the model",
         [row for row in result.depth if row.loss is not None],
         Column("Recipe", lambda row: row.recipe),

@@ -227,7 +227,13 @@ def _memory_chart(point: PlanPoint, memory_gb: float, prefix: str, *, main: bool
     )
     title = f"{prefix}FORECAST: fastest layout within a memory limit"
     return CurveChart(
-        title, "memory of a GPU (GB); dashed: all it has", series, unit="tokens/s per GPU", main=main, limit=memory_gb
+        f"{prefix}by_memory",
+        title,
+        "memory of a GPU (GB); dashed: all it has",
+        series,
+        unit="tokens/s per GPU",
+        main=main,
+        limit=memory_gb,
     )
 
 
@@ -248,7 +254,7 @@ def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | Non
         if segments:
             bars.append(Bar(recipe, segments, total=layout.step_ms))
     title = f"{prefix}FORECAST: where the step of each recipe's best layout spends its time"
-    return BarChart(title, "ms per step", tuple(bars), figure=main) if bars else None
+    return BarChart(f"{prefix}parts", title, "ms per step", tuple(bars), figure=main) if bars else None
 
 
 def _varied_chart(result: PlanResult) -> CurveChart:
@@ -261,6 +267,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
         if layout is not None
     )
     return CurveChart(
+        "by_size",
         f"FORECAST: the best layout at each value of {result.varied[0]}",
         result.varied[0],
         series,

@@ -70,6 +70,7 @@ def summary(result: PlanResult) -> Table | None:
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
 
     return table(
+        "summary",
         "Pareto front: the fastest layouts for a given memory [90% error bar]",
         shown,
         *_names(1, 1),
@@ -136,7 +137,7 @@ def _speed(layout: PlanLayout) -> Cell:
 def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """All layouts on the front."""
     title = f"{prefix}FORECAST: Pareto front of tokens/s and memory: no other layout is faster with as little memory"
-    return _layouts(result, (layout for layout in point.layouts if layout.on_front), title)
+    return _layouts(result, (layout for layout in point.layouts if layout.on_front), f"{prefix}front", title)
 
 
 def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
@@ -149,20 +150,23 @@ def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
 
 def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """The fastest layout of each recipe."""
-    return _layouts(result, best_by_recipe(point).values(), f"{prefix}FORECAST: the fastest layout of each recipe")
+    return _layouts(
+        result, best_by_recipe(point).values(), f"{prefix}recipes", f"{prefix}FORECAST: the fastest layout of each recipe"
+    )
 
 
 def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """The fastest layouts, each size in a column of its own."""
     shown = point.layouts[:MOST_LISTED]
     more = phrase("plan-fastest-listed", shown=len(shown), fitting=point.fitting) if point.fitting > len(shown) else ""
-    return _layouts(result, shown, f"{prefix}FORECAST: the layouts that fit, fastest first", more)
+    return _layouts(result, shown, f"{prefix}layouts", f"{prefix}FORECAST: the layouts that fit, fastest first", more)
 
 
-def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note: str = "") -> Table:
+def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], name: str, title: str, note: str = "") -> Table:
 
     costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
     return table(
+        name,
         title,
         layouts,
         Column("Recipe", lambda layout: layout.recipe),
@@ -203,6 +207,7 @@ def _remarks(layout: PlanLayout) -> str | None:
 def pruned_table(point: PlanPoint, prefix: str) -> Table:
     """What each rule excluded."""
     return table(
+        f"{prefix} excluded",
         f"{prefix}What the search excluded",
         point.pruned,
         Column("Why", _rule),
@@ -226,6 +231,7 @@ def varied_table(result: PlanResult, *, every: bool = False) -> Table:
     title = "FORECAST: every model in its best layout" if every else "The best layout of each model"
     shown, models = len(points), len(result.points)
     return table(
+        "models" if every else "summary",
         f"{title} [90% error bar]",
         points,
         *across(result.varied, lambda point, name: point.values[name], "d"),

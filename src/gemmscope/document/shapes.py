@@ -66,6 +66,7 @@ def _summary(result: ShapesResult) -> Table:
 
     left_out = f" {phrase('not-shown', rows=units.counted(len(ops) - len(shown), 'smaller op'))}" if len(ops) > len(shown) else ""
     return table(
+        "summary",
         "GEMMs of one micro-batch on one rank",
         [gemms for op, gemms in ops.items() if op in shown],
         Column("Op", lambda gemms: gemms[0].op),
@@ -82,6 +83,7 @@ def _summary(result: ShapesResult) -> Table:
 
 def _gemms(result: ShapesResult) -> Table:
     return table(
+        "gemms",
         "GEMMs of one micro-batch on one rank",
         result.gemms,
         Column("Op", lambda gemm: gemm.op),
@@ -111,6 +113,7 @@ def _totals(result: ShapesResult) -> Table:
         {"Part": name, "Per micro-batch": once, "Per step": of_step} for name, (once, of_step) in sums.items()
     ]
     return table(
+        "flops",
         f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)",
         totals.layers,
         Column("Part", lambda layer: f"GEMMs of one {layer.section}"),
@@ -138,6 +141,7 @@ def _others(result: ShapesResult) -> Table:
                 own[name] = own.get(name, 0.0) + value
 
     return table(
+        "others",
         "Everything else (minimum memory traffic in BF16, nothing fused)",
         sums,
         Column[str]("Op", str),
@@ -148,6 +152,7 @@ def _others(result: ShapesResult) -> Table:
 
 def _differences(check: Check) -> Table:
     return table(
+        "differences",
         "Differences from the live model",
         check.differences,
         Column("What", lambda difference: difference.what),

@@ -161,6 +161,7 @@ def _verified(recipes: tuple[StepTime, ...]) -> Table:
 
     rows = [(time.recipe, time.verified) for time in recipes if time.verified is not None]
     return table(
+        "verification",
         "Prediction compared with the real model",
         rows,
         Column("Recipe", lambda row: row[0]),
@@ -179,7 +180,9 @@ def _break_even(result: StepResult) -> CurveChart | None:
         for batch in result.break_even
         for name, speedup in batch.speedups.items()
     )
-    return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points) if points else None
+    return (
+        CurveChart("break_even", "Speedup of the step on smaller batches", "micro-batch x sequence", points) if points else None
+    )
 
 
 def _what_was_run(result: StepResult) -> str:

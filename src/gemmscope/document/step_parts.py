@@ -55,6 +55,7 @@ def recommended(times: StepTimes, recipe: str) -> bool:
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
     return table(
+        "step",
         "Training step per GPU",
         times.recipes,
         Column("Recipe", lambda time: time.recipe),
@@ -92,6 +93,7 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
     basis = cost_basis(tuple(steps.values()))
     note = phrase("cost-basis-without-restarts", basis=basis) if basis else ""
     return table(
+        "summary",
         f"Training step per GPU [{'90% error bar' if forecast else '95% interval'}]",
         rows,
         Column("GPU", lambda row: row[0], when=several),
@@ -188,6 +190,7 @@ def cost_table(steps: Mapping[str, StepTimes], note: str) -> Table:
     rows = [(gpu, time.recipe, time.cost) for gpu, times in steps.items() for time in times.recipes if time.cost is not None]
     title = "Cost of the full run" if interval == "95%" else "FORECAST: Cost of the full run"
     return table(
+        "cost",
         title,
         rows,
         Column("GPU", lambda row: row[0], when="" not in steps),
@@ -209,7 +212,7 @@ def step_chart(
     title = "Where the time of a step goes" if split else "Time of a step"
     note = phrase("step-layers-run", layers=layers_run) if layers_run is not None and split else ""
     bars = tuple(_bar(time, hover, unfit=time.recipe in times.unfit, split=split) for time in times.recipes)
-    return BarChart(_title(times, title, prefix), "ms per step", bars, note=note, figure=forecast)
+    return BarChart("parts", _title(times, title, prefix), "ms per step", bars, note=note, figure=forecast)
 
 
 def bar_label(name: str) -> str:
@@ -264,6 +267,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
     """How the speedup changes from the GEMMs alone to the whole step, for every recipe."""
     return tuple(
         WaterfallChart(
+            f"waterfall {time.recipe}",
             _title(times, f"From GEMMs to step: {time.recipe}", prefix),
             time.recipe,
             BASELINE,

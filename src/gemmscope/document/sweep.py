@@ -7,7 +7,7 @@ from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import SPLIT, command_facts, described, facts, gpu_messages, phrase, sections, versions_text
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.sweep_tables import about_sweep, break_even_table, points_table, speedup_of, sweep_summary
+from gemmscope.document.sweep_tables import about_sweep, break_even_table, mode_of, points_table, speedup_of, sweep_summary
 from gemmscope.document.table import Column, Table, grouped, table
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -120,6 +120,7 @@ def _until(result: SweepResult) -> str:
 def _gpus(gpus: Sequence[SweepGpu]) -> Table:
     """Which GPUs measured the points."""
     return table(
+        "gpus",
         "GPUs that measured the points",
         gpus,
         Column("GPU", lambda gpu: gpu.place),
@@ -225,7 +226,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
     note = phrase("sweep-host-bound", mark=HOST_BOUND) if any(point.host_bound for point in sweep.points) else ""
     if missing := [point.place for point in sweep.points if not point.speedups]:
         note = f"{phrase('sweep-not-drawn', size=size, places=missing, why=about_sweep(sweep, 'blank'))} {note}".strip()
-    return CurveChart(about_sweep(sweep, "curve"), size, curves, note=note, main=True)
+    return CurveChart(f"curve {mode_of(sweep)}", about_sweep(sweep, "curve"), size, curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:
@@ -238,6 +239,7 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
     legend += [("host", "host-bound")] if any(winner.best in bound for winner, bound in winners) else []
     legend += [(short[name], name) for name in dict.fromkeys(winner.best for winner, _ in winners) if name in short]
     return HeatMap(
+        f"map {mode_of(sweep)}",
         about_sweep(sweep, "heat"),
         row_name=sweep.sizes[0],
         column_name=sweep.sizes[1],

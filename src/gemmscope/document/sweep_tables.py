@@ -15,9 +15,14 @@ MOST_ACROSS = 10  # values of the second size that are columns
 OF: dict[Swept, str] = {"training step": "the training step", "linears": "the linears", "GEMM": "the GEMM"}
 
 
+def mode_of(sweep: GpuSweep) -> str:
+    """The mode of a measured sweep."""
+    return sweep.mode if isinstance(sweep, MeasuredSweep) else ""
+
+
 def about_sweep(sweep: GpuSweep, code: str) -> str:
     """A title, or a part of a sentence, about a sweep (`swept-` in `phrases.toml`): it says FORECAST everywhere, or never."""
-    mode = sweep.mode if isinstance(sweep, MeasuredSweep) else ""
+    mode = mode_of(sweep)
     of = OF[sweep.subject]
     facts = {
         "gpu": sweep.gpu,
@@ -89,6 +94,7 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
     total = sum(len(sweep.points) for sweep in sweeps)
     shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
     return table(
+        "summary",
         about_sweep(first, "summary"),
         rows,
         Column("Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1),
@@ -152,6 +158,7 @@ def _planes(sweeps: Sequence[GpuSweep]) -> Table:
     left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(points) else ""
 
     return table(
+        "summary",
         f"{about_sweep(first, 'plane')}; columns: {first.sizes[1]}",
         rows,
         Column("GPU", lambda row: row[0], when=len(sweeps) > 1),
@@ -192,6 +199,7 @@ def points_table(sweep: GpuSweep) -> Table:
         return ", ".join(names) or None
 
     return table(
+        f"points {mode_of(sweep)}",
         about_sweep(sweep, "points"),
         sweep.points,
         *across(sweep.sizes, lambda point, size: point.values[size], "d"),
@@ -221,12 +229,13 @@ def points_table(sweep: GpuSweep) -> Table:
 def break_even_table(sweep: GpuSweep) -> Table:
     """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
     a row for all values with the same answer."""
-    title, one = about_sweep(sweep, "break-even"), len(sweep.sizes) == 1
+    title, name, one = about_sweep(sweep, "break-even"), f"break_even {mode_of(sweep)}", len(sweep.sizes) == 1
     groups = grouped(((edge.recipe, edge.since), str(edge.at)) for edge in sweep.break_even)
     begins = {(edge.recipe, str(edge.at)): "nowhere" if edge.since is None else edge.since for edge in sweep.break_even}
     places = list(dict.fromkeys(at for _, at in begins))
     if one or len(places) > MOST_ACROSS:
         return table(
+            name,
             title,
             groups.items(),
             Column("Recipe", lambda group: group[0][0]),
@@ -235,6 +244,7 @@ def break_even_table(sweep: GpuSweep) -> Table:
         )
 
     return table(
+        name,
         title,
         dict.fromkeys(recipe for recipe, _ in begins),
         Column[str]("Recipe", str),

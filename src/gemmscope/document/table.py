@@ -1,5 +1,6 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,11 +40,18 @@ class Head:
     numeric: bool = True
     drop: int = 0
 
+    @property
+    def plain(self) -> str:
+        """Its name in CSV files and DataFrames, without a note in brackets."""
+        return self.name.partition(" [")[0]
+
 
 @dataclass(frozen=True)
 class Table:
-    """`note` is a sentence below the title; `marked` are the places of the rows that the answer recommends."""
+    """`name` is short and stays the same from version to version: CSV files and DataFrames are found by it. `note` is a sentence
+    below the title; `marked` are the places of the rows that the answer recommends."""
 
+    name: str
     title: str
     columns: tuple[Head, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -54,10 +62,23 @@ class Table:
         if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
             raise ValueError("a row has more or fewer cells than the table has columns")
 
+    def of(self, gpu: str) -> "Table":
+        """The same table, named as that of one GPU of several."""
+        return replace(self, name=_named(f"{gpu} {self.name}"))
+
     def only(self, places: Sequence[int]) -> "Table":
         """The table with only the columns at these places."""
         rows = tuple(tuple(row[place] for place in places) for row in self.rows)
         return replace(self, columns=tuple(self.columns[place] for place in places), rows=rows)
+
+
+def _named(text: str) -> str:
+    """The name of a table.
+
+    >>> _named("points autocast"), _named("hidden_size 4096: front")
+    ('points_autocast', 'hidden_size_4096_front')
+    """
+    return "_".join(re.findall(r"\w+", text.lower()))
 
 
 NOTHING = Cell("-")
@@ -202,6 +223,7 @@ def across(
 
 
 def table(
+    name: str,
     title: str,
     rows: Iterable[Row],
     *columns: Column[Row],
@@ -214,15 +236,17 @@ def table(
 
     `sparse`: leave out the columns without text in any row. `recommended`: whether the answer recommends what a row is about.
 
-    >>> table("Squares", [1, 2], Column("n", str), Column("n²", lambda n: n * n, "d"), more=[{"n": "sum", "n²": 5}]).rows[-1]
-    (Cell(text='sum', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
+    >>> table("", "Squares", [1], Column("n", str), Column("n²", lambda n: n**2, "d"), more=[{"n": "all", "n²": 5}]).rows[-1]
+    (Cell(text='all', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
     """
     shown = [column for column in columns if column.when]
     listed = list(rows)
     lines = [tuple(write(column.cell(row), column.unit) for column in shown) for row in listed]
     lines += [tuple(write(row.get(column.head), column.unit) for column in shown) for row in more]
     marked = tuple(place for place, row in enumerate(listed) if recommended is not None and recommended(row))
-    whole = Table(title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note, marked)
+    whole = Table(
+        _named(name), title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note, marked
+    )
     if not sparse or not lines:
         return whole
     return whole.only([place for place in range(len(shown)) if any(line[place].text.strip("-") for line in lines)])

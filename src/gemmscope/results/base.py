@@ -115,12 +115,12 @@ class Result(Part):
         return str(_show().text(self))
 
     def to_frame(self, table: str = "") -> Any:
-        """Its main table as a pandas DataFrame, or the one whose title contains `table`. Numbers are plain, and one with an
+        """Its main table as a pandas DataFrame, or the one with this name, such as "memory". Numbers are plain, and one with an
         interval has two more columns, `NAME low` and `NAME high`. Needs pandas."""
         return _show().frame(self, table)
 
     def to_frames(self) -> dict[str, Any]:
-        """Every table as a pandas DataFrame, by its title. Needs pandas."""
+        """Every table as a pandas DataFrame, by its short name. Needs pandas."""
         frames: dict[str, Any] = _show().frames(self)
         return frames
 

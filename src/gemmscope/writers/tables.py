@@ -1,8 +1,8 @@
 """Every table of a Document, numbers not rounded: in one CSV file, or as pandas DataFrames. pandas is imported when it is used.
 
-A CSV file has one header; its first column names the table, and a row has values in its own table's columns only. A number with
-an interval has two more columns, `<name> low` and `<name> high`. To get one table with pandas:
-``df[df.table == title].dropna(axis=1, how="all")``.
+A CSV file has one header; its first column has the short name of the table, and a row has values in its own table's columns only.
+A number with an interval has two more columns, `<name> low` and `<name> high`. To get one table with pandas:
+``df[df.table == "memory"].dropna(axis=1, how="all")``.
 """
 
 import csv
@@ -30,7 +30,7 @@ def csv_text(document: Document) -> str:
             writer.writerow(
                 [
                     csv_cell(cell) if isinstance(cell, str) else cell
-                    for cell in [table.title, *(values.get(name, "") for name in names)]
+                    for cell in [table.name, *(values.get(name, "") for name in names)]
                 ]
             )
     return out.getvalue()
@@ -38,46 +38,45 @@ def csv_text(document: Document) -> str:
 
 def _columns(table: Table) -> Iterator[str]:
     for index, column in enumerate(table.columns):
-        yield column.name
+        yield column.plain
         if any(row[index].low is not None or row[index].high is not None for row in table.rows):
-            yield from (f"{column.name} low", f"{column.name} high")
+            yield from (f"{column.plain} low", f"{column.plain} high")
 
 
 def _values(table: Table, row: tuple[Cell, ...]) -> Iterator[tuple[str, object]]:
     """The values of a row by column: numbers are not rounded, and a dash becomes empty text."""
     for column, cell in zip(table.columns, row, strict=True):
         if cell.value is not None and column.numeric:
-            yield column.name, int(cell.value) if float(cell.value).is_integer() else cell.value
+            yield column.plain, int(cell.value) if float(cell.value).is_integer() else cell.value
         else:
-            yield column.name, "" if cell.text == "-" else cell.text
+            yield column.plain, "" if cell.text == "-" else cell.text
         if cell.low is not None:
-            yield f"{column.name} low", cell.low
+            yield f"{column.plain} low", cell.low
         if cell.high is not None:
-            yield f"{column.name} high", cell.high
+            yield f"{column.plain} high", cell.high
 
 
-def frame(document: Document, title: str = "") -> Any:
-    """The main table, or the first whose title contains `title`."""
+def frame(document: Document, name: str = "") -> Any:
+    """The main table, the one with this name, or the first whose title contains it."""
     tables = _tables(document)
     if not tables:
         raise UserError(f"this {document.kind} result has no table")
-    if not title:
+    if not name:
         return _frame(next(iter(tables.values())))
-    for known, table in tables.items():
-        if title.lower() in known.lower():
-            return _frame(table)
-    similar = closest(title, tables, cutoff=0.1) or list(tables)[:3]
-    raise UserError(f"no table has {shown(title)} in its title", f"titles such as: {'; '.join(similar)}")
+    titled = (table for table in tables.values() if name.lower() in table.title.lower())
+    if (found := tables.get(name) or next(titled, None)) is None:
+        raise UserError(f"there is no table {shown(name)}", f"tables: {', '.join(closest(name, tables, cutoff=0.1) or tables)}")
+    return _frame(found)
 
 
 def frames(document: Document) -> dict[str, Any]:
-    """Every table by its title, the main one first."""
-    return {title: _frame(table) for title, table in _tables(document).items()}
+    """Every table by its name, the main one first."""
+    return {name: _frame(table) for name, table in _tables(document).items()}
 
 
 def _tables(document: Document) -> dict[str, Table]:
-    """Every table by its title, that of the short view first. The full table replaces a short one with the same title."""
-    return {table.title: table for table in (*([document.summary] if document.summary is not None else []), *document.tables())}
+    """Every table by its name, that of the short view first."""
+    return {table.name: table for table in (*([document.summary] if document.summary is not None else []), *document.tables())}
 
 
 def columns(table: Table) -> dict[str, list[Any]]:
@@ -89,12 +88,12 @@ def columns(table: Table) -> dict[str, list[Any]]:
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in table.rows]
         if not column.numeric or not any(cell.value is not None for cell in cells):
-            result[column.name] = [cell.text if cell.text != "-" else None for cell in cells]
+            result[column.plain] = [cell.text if cell.text != "-" else None for cell in cells]
             continue
-        result[column.name] = _whole([cell.value for cell in cells])
+        result[column.plain] = _whole([cell.value for cell in cells])
         if any(cell.low is not None or cell.high is not None for cell in cells):
-            result[f"{column.name} low"] = [cell.low for cell in cells]
-            result[f"{column.name} high"] = [cell.high for cell in cells]
+            result[f"{column.plain} low"] = [cell.low for cell in cells]
+            result[f"{column.plain} high"] = [cell.high for cell in cells]
     return result
 
 
