@@ -28,6 +28,7 @@ ANSWERED = {
     "forecast h200 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-layers 2 --swiglu": "Assumed:",
     "plan smollm2-135m 2xh200 --recipes fp8current --tp 1 --pp 1": "Assumed: --sequence-length 8192, --global-batch 512.",
     "shapes llama-3.1-8b": "--micro-batch-size 1, --sequence-length 8192",
+    "forecast llama-3.1-8b h200 --sweep mbs=1,2 --sweep seq-length=2k": "FORECAST: on h200, the largest speedup",
     "models qwen3": "qwen3-8b",
     "gpus blackwell": "rtx-5090",
 }
@@ -36,11 +37,13 @@ REFUSED = {
     "forecast llama-3.1-8bx h200": "did you mean llama-3.1-8b",
     "forecast llama-3.1-8b h2000": "did you mean h200",
     "forecast llama-3.1-8b mi300x": "is not an NVIDIA GPU",
+    "forecast llama-3.1-8b v100": "is older than Ampere",
+    "forecast llama-3.1-8b h200 --recipe mxfp4": "no framework here trains in it; the 4-bit format is NVFP4",
     "forecast llama-3.1-8b h200 --recipes fp8": "'fp8' is a family of recipes name one, or several with commas: FP8Current",
     "forecast llama-3.1-8b qwen3-8b h200": "2 models are named: llama-3.1-8b, qwen3-8b",
     "forecast llama-3.1-8b h200 --preset gpt2": "llama-3.1-8b and --preset name the same thing twice",
     "forecast h200": "give a name that gemmscope models lists, --config PATH",
-    "forecast llama-3.1-8b": "no GPU is named add --gpu",
+    "forecast llama-3.1-8b": "no GPU is named add a name such as h200",
     "step llama-3.1-8b h200": "takes no name of a GPU, but got h200",
     "plan llama-3.1-8b h200": "--gpus is not given",
     "plan llama-3.1-8b 8 h200": "--gpus 8, or 8xh200",
@@ -121,6 +124,6 @@ def test_only_the_settings(run: Run) -> None:
 
 
 def test_only_the_answer(run: Run) -> None:
-    out = " ".join(run("forecast llama-3.1-8b h200 --quiet").out.split())
+    out = " ".join(run("forecast llama-3.1-8b h200 -q").out.split())
     assert out.startswith("FORECAST: Use FP8Delayed: ")
     assert out.endswith("for the training step on H200 SXM 141 GB.")

@@ -75,7 +75,7 @@ def test_json_is_a_valid_run_file(run: Run) -> None:
 
 def test_csv_names_the_gpu_and_says_forecast(run: Run) -> None:
     lines = list(csv.DictReader(io.StringIO(run(f"{REFERENCE} --gpu b200,h200 --csv -").out)))
-    assert all("FORECAST" in line["table"] for line in lines)
+    assert all("FORECAST" in line["title"] for line in lines)
     assert {line["GPU"] for line in lines if line["GPU"]} == {"b200", "h200"}
     step = next(line for line in lines if line["GPU"] == "b200" and line["Recipe"] == "FP8Current")
     assert float(step["Step ms low"]) < float(step["Step ms"]) < float(step["Step ms high"])
@@ -484,10 +484,21 @@ def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:
 
 
 def test_bare_gemms_are_told_with_quantization_too(run: Run) -> None:
-    """What quantization leaves of the best case is beside it, not in a warning alone."""
-    [because] = document(result(run, "forecast --shapes 1024,4096x4096x16384 --gpu h200")).because
-    assert "autocast" in because
-    assert "1024x1024x1024" in because
+    """What is left with quantization is the answer, and what is slower is in it: not in a warning alone."""
+    shown = document(result(run, "forecast --shapes 1024,4096x4096x16384 --gpu h200"))
+    assert "4096x4096x16384 gains most over BF16 with quantization, as in training (autocast): " in shown.answer
+    assert shown.answer.endswith(" 1024x1024x1024 is slower than BF16 in every recipe.")
+    [because] = shown.because
+    assert because.startswith("Upper bound: the GEMMs alone, pre-quantized, reach ")
+    assert shown.summary is not None
+    assert [row[1].text for row in shown.summary.rows] == ["autocast", "pre-quantized"] * 2
+    slow = document(result(run, "forecast --shapes 1024 --gpu h200"))
+    assert "every shape is slower than BF16 in every recipe with quantization" in slow.answer
+    both = document(result(run, "forecast --shapes 4096 --gpu h200,b200"))
+    assert both.answer.startswith("FORECAST: On H200")
+    assert both.because[0].startswith("On B200")
+    assert both.summary is not None
+    assert [row[0].text for row in both.summary.rows] == ["h200", "h200", "b200", "b200"]
     assert list(document(result(run, "forecast --shapes 4096 --gpu h200 --autocast-only")).because) == []
 
 

@@ -106,3 +106,43 @@ def test_in_python_a_result_says_its_answer(several: ForecastResult) -> None:
     assert repr(several).startswith("<ForecastResult: FORECAST: fastest is b200.")
     assert len(several._repr_html_()) < 150_000
     assert len(plan_result()._repr_html_()) < 150_000
+
+
+def test_a_plan_shows_what_it_recommends() -> None:
+    """Its row is in the table of the first screen, with the most memory that it can need; so is that of a faster, tight one."""
+    point = plan_result().points[0]
+    tight = point.layouts[0].model_copy(update={"tight": True, "most_memory_gb": 999.0, "on_front": True})
+    safe = next(layout for layout in point.layouts if layout.close).model_copy(update={"on_front": False, "most_memory_gb": 70.0})
+    told = document(plan_result().model_copy(update={"points": (point.model_copy(update={"layouts": (tight, safe)}),)}))
+    assert told.summary is not None
+    assert told.summary.marked == (1,)
+    most = [head.name for head in told.summary.columns].index("At most")
+    assert [row[most].text for row in told.summary.rows] == ["999", "70"]
+    assert "recommended layout is added" in told.summary.note
+    assert f"{safe.memory_gb:.0f} (at most 70)" in told.answer
+    assert "its memory is tight" in told.because[0]
+
+
+def test_what_may_not_fit_is_not_the_answer_of_a_sweep() -> None:
+    swept = gs.load(MODEL).on(1, 8192).sweep("h200", micro_batch_size=[1, 2], recipes="fp8current")
+    told = document(swept.model_copy(update={"command": f"gemmscope forecast --preset {MODEL} --gpu h200 --sweep mbs=1,2"}))
+    assert "at micro_batch_size 1" in told.answer
+    assert "Not counted: micro_batch_size 2" in " ".join(told.because)
+    assert told.summary is not None
+    assert [row[-1].text.partition(",")[2] for row in told.summary.rows] == ["", " may not fit"]
+    assert told.next_command == f"gemmscope forecast --preset {MODEL} --gpu h200 --micro-batch-size 1"
+
+
+def test_where_only_bf16_fits_no_recipe_is_called_slow() -> None:
+    swept = gs.load(MODEL).on(1, 2048).sweep("h100", micro_batch_size=[1, 8], recipes="fp8current")
+    assert document(swept).answer == "FORECAST: on h100, only BF16 fits in memory, at 1 of 2 points."
+
+
+def test_several_gpus_say_what_does_not_fit_and_what_is_left_out() -> None:
+    result = gs.load(MODEL).on(1, 8192).forecast("h100", "h200", "b200", "b300")
+    told = document(result)
+    assert told.answer.endswith("It does not fit on h100.")
+    assert told.summary is not None
+    assert "Only BF16, the best recipe and its close rivals are shown." in told.summary.note
+    unsure = document(gs.load(MODEL).on(2, 8192).forecast("h200", "h100", recipes="fp8current")).answer
+    assert unsure.startswith("FORECAST: only h200 may have enough memory for this layout: ")

@@ -66,7 +66,7 @@ def test_every_other_answer() -> None:
         "Fastest with an error of at most 8.0%: FP8Delayed in all linears"
     )
     none = document(numerics_result(bound=0.001)).answer
-    assert none == "Only BF16 in all linears stays below 0.1%: the smallest error of a low-precision recipe is 5.1% in FP8Block."
+    assert none == "Stay with BF16: no low-precision recipe has an error of at most 0.1%. The smallest is 5.1% in FP8Block."
     slow = numerics_result(4, bound=0.3)
     assert slow.mixed is not None
     baseline = Mix(recipe="BF16", higher="BF16", error=0.0)
@@ -95,7 +95,8 @@ def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     fastest = f"The fastest are NVFP4 and FP8Delayed, too close to call. NVFP4: error 17.8%, {gain['NVFP4']} ["
     assert open_ended.answer.startswith(smallest)
     assert open_ended.because[0].startswith(fastest)
-    assert "--bound" in open_ended.next_purpose
+    typed = numerics_result(bound=None).model_copy(update={"command": "gemmscope numerics 'my file.safetensors'"})
+    assert document(typed).next_command == "gemmscope numerics 'my file.safetensors' --bound 5%"
     no_speeds = document(numerics_result(gpu="", bound=0.12))
     assert no_speeds.answer.startswith("Fewest bits with an error of at most 12.0%: NVFP4 with ")
     assert "over BF16" not in no_speeds.answer

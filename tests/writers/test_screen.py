@@ -18,7 +18,7 @@ from gemmscope.document.model import Document
 from gemmscope.document.table import Cell, Head, Table
 from gemmscope.writers import terminal
 from gemmscope.writers.markdown import pipe_table
-from gemmscope.writers.terminal import fitted, table_lines
+from gemmscope.writers.terminal import MARK, fitted, table_lines
 from support.results import RESULTS
 
 SEVERAL_GPUS = ("forecast of several GPUs", "sweep")
@@ -104,7 +104,7 @@ def test_on_a_terminal_without_utf_8_and_without_color(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_answer_recommends_is_marked(name: str) -> None:
-    """Bold in Markdown and where a terminal has colours; plain text is the same with and without the mark."""
+    """With an arrow in plain text, green and bold where a terminal has colours, bold in Markdown."""
     doc = told(name)
     tables = [table for table in (doc.summary, *doc.tables()) if table is not None and table.marked]
     for marked in tables:
@@ -114,10 +114,12 @@ def test_what_the_answer_recommends_is_marked(name: str) -> None:
         assert name == "plan of several models" or all(recipe in said for recipe in recipes)
         assert len(marked.marked) < len(marked.rows)
         unmarked = replace(marked, marked=())
-        assert [line.plain for line in table_lines(marked, 2000)] == [line.plain for line in table_lines(unmarked, 2000)]
+        plain = [line.plain for line in table_lines(marked, 2000)]
+        assert [line.removesuffix(MARK) for line in plain] == [line.plain for line in table_lines(unmarked, 2000)]
+        assert sum(line.endswith(MARK) for line in plain) == len(marked.marked)
         bold = sum("bold" in str(span.style) for line in table_lines(marked, 2000) for span in line.spans)
         heads = sum("bold" in str(span.style) for line in table_lines(unmarked, 2000) for span in line.spans)
-        assert bold == heads + len(marked.marked) * len(marked.columns)
+        assert bold == heads + len(marked.marked) * (len(marked.columns) + 1)
         best = [line for line in pipe_table(marked).splitlines()[2:] if line.startswith("| **")]
         assert [line.replace("**", "") for line in best] == [pipe_table(unmarked).splitlines()[2 + row] for row in marked.marked]
     if re.match(r"(FORECAST: )?(Use|Stay with) ", doc.answer) and doc.kind in ("step", "forecast"):

@@ -33,7 +33,7 @@ class OutputOptions(Options):
     GROUP: ClassVar[str] = "Output"
 
     detail: Annotated[bool, Option("Print every table and note, not only the summary.")] = False
-    quiet: Annotated[bool, Option("Print only the answer, in a sentence.")] = False
+    quiet: Annotated[bool, Option("Print only the answer, in a sentence.", flags=("--quiet", "-q"))] = False
     json: Annotated[str | None, Option("Write the result as a run file (JSON).", metavar=PATH)] = None
     csv: Annotated[str | None, Option("Write every table as CSV, with unrounded numbers.", metavar=PATH)] = None
     markdown: Annotated[str | None, Option("Write everything as Markdown.", metavar=PATH)] = None

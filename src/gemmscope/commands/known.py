@@ -9,7 +9,7 @@ from typing import Any
 
 from gemmscope.document.table import Cell, Column, Table, across, table
 from gemmscope.errors import UserError, did_you_mean, option, shown
-from gemmscope.gpu.specs import OTHER_VENDORS, gpu, gpus, spec_of
+from gemmscope.gpu.specs import OTHER_VENDORS, TOO_OLD, gpu, gpus, spec_of
 from gemmscope.model import presets
 from gemmscope.units import parameters
 
@@ -116,7 +116,7 @@ def _is_gpu(word: str) -> bool:
 
 def _unknown(word: str, takes: Sequence[str]) -> UserError:
     """The error for a word that is neither a model nor a GPU: with close names, or the reason why there is no such GPU."""
-    if re.search(OTHER_VENDORS, word.lower()) and "gpu" in takes:
+    if re.search(f"{OTHER_VENDORS}|{TOO_OLD}", word.lower()) and "gpu" in takes:
         try:
             gpu(word)
         except UserError as error:

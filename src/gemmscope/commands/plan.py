@@ -269,6 +269,8 @@ def _nothing_fits(point: PlanPoint, search: Search, chip: GpuSpec, gpus: int, si
     )
     needed = smallest.gpus_needed
     hint = f"it fits with {option('gpus', needed)}" if needed is not None else "use GPUs with more memory, or a shorter sequence"
+    if all(run.state_precision != "bf16" for run in search.runs):
+        hint += f"; {option('optimizer_state', 'bf16')} instead of FP32 states needs less"
     if any(rule.rule.startswith("fsdp") for rule in point.pruned) and all(run.zero_stage < 3 for run in search.runs):
         hint += f"; or try FSDP: {option('zero', 3)}"
     return UserError(message, hint)

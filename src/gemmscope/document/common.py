@@ -14,7 +14,7 @@ from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.health import health_problems
 from gemmscope.model.spec import RunSpec
 from gemmscope.options.declare import options_of
-from gemmscope.options.job import ModelOptions, RunOptions
+from gemmscope.options.job import ClusterOptions, ModelOptions, RunOptions
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.toml import load_data
 from gemmscope.workload.cases import Case
@@ -146,6 +146,15 @@ def same_model(command: str, result: Any, more: str = "", keep: Sequence[str] = 
         if keeping:
             kept.append(word)
     return shlex.join(["gemmscope", command, *kept, *more.split()])
+
+
+def one_point(command: str, result: Any, values: Mapping[str, int], more: str = "") -> str:
+    """The command for one point of a sweep; empty for a sweep over sizes of the model, which its other options may contradict."""
+    flags = {name: declared.flags[0] for name, declared in options_of(ClusterOptions).items()}
+    if not values.keys() <= flags.keys():
+        return ""
+    kept = [name for name in (*MODEL_OPTIONS, *flags, "stack", "state") if name not in values]
+    return same_model(command, result, " ".join([more, *(f"{flags[name]} {value}" for name, value in values.items())]), kept)
 
 
 def quoted_of_fleet(result: Result) -> tuple[str, ...]:

@@ -164,16 +164,25 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
     best = {gpu.gpu: time for gpu in result.gpus if (time := best_time(gpu.step)) is not None}
     best = {gpu.gpu: best[gpu.gpu] for gpu in result.gpus if gpu.gpu in best and not _unsure(gpu)} or best
-    unfit = [name for name, step in _steps(result.gpus).items() if name not in best and (step.unfit or step.may_not_fit)]
+    steps = _steps(result.gpus)
+    unfit = [name for name, step in steps.items() if name not in best and (step.unfit or step.may_not_fit)]
+    certain = [name for name in unfit if best_time(steps[name]) is None]
+    unsure = [gpu.gpu for gpu in result.gpus if gpu.gpu not in certain and (gpu.gpu in unfit or (_unsure(gpu) and len(best) > 1))]
+    too_small = phrase("forecast-too-small", gpus=certain) if certain else ""
+    too_small += phrase("forecast-may-be-too-small", gpus=unsure) if unsure else ""
     unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
         return phrase("forecast-fits-nowhere", model=result.name), lines
     if unfit and len(best) == 1:
         [(name, time)] = best.items()
-        return phrase("forecast-fits-on-one", gpu=name, rate=_rate(time), unit=unit, recipe=time.recipe, unfit=unfit), lines
+        about = {"gpu": name, "rate": _rate(time), "unit": unit, "recipe": time.recipe, "too_small": too_small}
+        return phrase(
+            "forecast-may-fit-on-one" if time.recipe in steps[name].may_not_fit else "forecast-fits-on-one", **about
+        ), lines
     if len(best) < 2:
-        what = units.counted(len(result.gpus[0].linears.cases), "shape") if result.gpus[0].linears.bare else "The linears"
-        return phrase("forecast-without-best", what=what, gpus=len(result.gpus)), lines
+        if result.gpus[0].linears.bare:
+            return answers[0][0], tuple(because.removeprefix(phrase("forecast")) for because, _ in answers[1:])
+        return phrase("forecast-without-best", gpus=len(result.gpus)), lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
     costs = {gpu: time.cost.money for gpu, time in best.items() if time.cost is not None and time.cost.money is not None}
     if len(costs) > 1:
@@ -185,7 +194,6 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
             ),
         )
     rates = ", ".join(f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked)
-    too_small = phrase("forecast-too-small", gpus=unfit) if unfit else ""
     return phrase("forecast-ranked", fastest=_fastest(ranked), unit=unit.capitalize(), rates=rates, too_small=too_small), lines
 
 
@@ -234,7 +242,8 @@ def _summary(result: ForecastResult) -> Table | None:
     """The summary of the steps if there are any, else of the linears."""
     if steps := _steps(result.gpus):
         return step_summary(steps)
-    return linears_summary(result.gpus[0].linears) if len(result.gpus) == 1 else _main_table(result.gpus)
+    named, first = {gpu.gpu: gpu.linears for gpu in result.gpus}, result.gpus[0].linears
+    return linears_summary(first, named) if first.bare or len(named) == 1 else _main_table(result.gpus)
 
 
 def _main_table(gpus: Sequence[GpuForecast]) -> Table:

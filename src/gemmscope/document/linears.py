@@ -1,9 +1,8 @@
 """The linears of a bench or a forecast as parts of a Document: the answer, tables and charts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
-from typing import Any
 
 from gemmscope import units
 from gemmscope.choices import Mode
@@ -43,7 +42,7 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     if not linears.ops:
         return phrase("nothing-measured"), ()
     if linears.bare:
-        return _answer_of_gemms(linears, where), tuple(_with_quantization(linears))
+        return _answer_of_gemms(linears, where)
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
     about = {"baseline": BASELINE, "what": phrase(f"linears-of-{mode}"), "where": where}
     winner = linears.winners.get(mode)
@@ -85,32 +84,40 @@ def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
     return [*lines, phrase("linears-not-a-step")]
 
 
-def _answer_of_gemms(linears: Linears, where: str) -> str:
-    mode = linears.modes[-1]
-    about: dict[str, Any] = {"shapes": len(linears.cases), "where": where}
-    gains = _gains(linears, mode)
+def _answer_of_gemms(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
+    """The bare GEMM that gains most, as training runs it if that is known, and those that are slower in every recipe."""
+    mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
+    gains = _best_gains(linears, mode)
     if not gains:
-        return phrase("gemms-without-speedup", **about)
-    name, op = max(gains, key=lambda pair: gains[pair].value)
-    gain = gains[name, op]
-    code = "gemms-uncertain" if (gain.includes_one or gain.below_one) else "gemms-fastest"
-    return phrase(code, baseline=BASELINE, best=f"{op} in {name}, {units.speedup(gain)}, {mode}", **about)
+        return phrase("gemms-without-speedup", shapes=len(linears.cases), where=where), ()
+    slower = [shape for shape, (gain, _) in gains.items() if gain.below_one]
+    best = max(gains, key=lambda shape: gains[shape][0].value)
+    gain, name = gains[best]
+    sentence = phrase(
+        "gemms-fastest" if gain.above_one else "gemms-slowest" if len(slower) == len(gains) else "gemms-uncertain",
+        where=where,
+        how=phrase(f"gemms-in-{mode}"),
+        baseline=BASELINE,
+        shape=best,
+        speedup=gain,
+        recipe=name,
+        slower=phrase("gemms-slower", baseline=BASELINE, shapes=slower) if slower else "",
+    )
+    bounds = {} if mode == linears.modes[-1] else _best_gains(linears, linears.modes[-1])
+    shape = max(bounds, key=lambda shape: bounds[shape][0].value, default="")
+    bound = [phrase("gemms-upper-bound", shape=shape, speedup=bounds[shape][0], recipe=bounds[shape][1])] if shape else []
+    return sentence, tuple(bound)
 
 
-def _gains(linears: Linears, mode: Mode) -> dict[tuple[str, str], Interval]:
-    """The speedups of bare GEMMs, by recipe and op."""
-    pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
-    return {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
-
-
-def _with_quantization(linears: Linears) -> Iterator[str]:
-    """What is left of the speedups of bare GEMMs where training quantizes their inputs."""
-    if linears.modes[-1] != "autocast" and "autocast" in linears.modes and (gains := _gains(linears, "autocast")):
-        least, most = (
-            f"{op} in {name}, {units.speedup(gains[name, op])}"
-            for name, op in (choose(gains, key=lambda pair: gains[pair].value) for choose in (min, max))
-        )
-        yield phrase("gemms-with-quantization", least=least, most=most)
+def _best_gains(linears: Linears, mode: Mode) -> dict[str, tuple[Interval, str]]:
+    """The largest speedup of every bare GEMM, and its recipe."""
+    gains = grouped(
+        (case.op, (gain, name))
+        for case in linears.cases
+        for name in linears.columns(mode)
+        if (gain := linears.speedup(name, mode, case.op)) is not None
+    )
+    return {shape: max(pairs, key=lambda pair: pair[0].value) for shape, pairs in gains.items()}
 
 
 def _what(linears: Linears, mode: Mode) -> str:
@@ -160,19 +167,21 @@ def linears_sections(linears: Linears, *, prefix: str = "", tasks: Sequence[Task
     return sections(named)
 
 
-def linears_summary(linears: Linears) -> Table | None:
+def linears_summary(linears: Linears, others: Mapping[str, Linears] = {}) -> Table | None:
     """The compact table: a row for each op in the mode that training runs, then the sums in both modes; for bare GEMMs, a row for
-    each shape."""
+    each shape and mode, on each of several GPUs (`others`: all of them)."""
     if not linears.ops:
         return None
-    mode: Mode = "autocast" if "autocast" in linears.modes and not linears.bare else linears.modes[-1]
-    names = [name for name in linears.recipes if name != BASELINE]
+    named = others or {"": linears}
+    mode: Mode = "autocast" if "autocast" in linears.modes else linears.modes[-1]
+    shown = linears.modes if linears.bare else (mode,)
+    names = [name for name in dict.fromkeys(chain(*(one.recipes for one in named.values()))) if name != BASELINE]
     work = {case.op: case.flops * case.count for case in linears.cases}
-    largest = sorted(work, key=lambda op: -work[op])[:MOST_ROWS]
+    largest = sorted(work, key=lambda op: -work[op])[: max(MOST_ROWS // len(shown) // len(named), 1)]
 
-    def baseline(case: Case) -> Interval | None:
-        time = linears.op_time(case.op, BASELINE, mode)
-        return time.total_ms.times(case.count) if time is not None else None
+    def baseline(row: tuple[Case, Mode, str]) -> Interval | None:
+        time = named[row[2]].op_time(row[0].op, BASELINE, row[1])
+        return time.total_ms.times(row[0].count) if time is not None else None
 
     first, times = "M x K x N" if linears.bare else "Op", f"{BASELINE} ms"
 
@@ -191,14 +200,16 @@ def linears_summary(linears: Linears) -> Table | None:
     ]
     bar = "90% error bar" if linears.forecast else "95% interval"
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
-    left_out = len(linears.cases) - len(largest)
+    left_out, in_mode = len(linears.cases) - len(largest), "" if len(shown) > 1 else f", {mode}"
     return table(
         "summary",
-        f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}",
-        [case for case in linears.cases if case.op in largest],
-        Column(first, lambda case: case.op),
+        f"Speedup of every {what} over {BASELINE}{in_mode} (± {bar})" if names else f"Time of every {what}{in_mode}",
+        [(case, one, gpu) for case in linears.cases if case.op in largest for gpu in named for one in shown],
+        Column("GPU", lambda row: row[2], when=len(named) > 1),
+        Column(first, lambda row: row[0].op),
+        Column("Mode", lambda row: row[1], when=len(shown) > 1),
         Column(times, baseline, "ms", drop=1),
-        *across(names, lambda case, name: _short_speedup(linears, mode, name, case.op), "x"),
+        *across(names, lambda row, name: _short_speedup(named[row[2]], row[1], name, row[0].op), "x"),
         note=phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else "",
         more=sums,
     )

@@ -42,7 +42,7 @@ KINDS = {"recording": "recorded tensors", "checkpoint": "the weights of a checkp
 
 def numerics_document(result: NumericsResult, name: str = "") -> Document:
     """Build the Document of the result."""
-    answer, because = _answer(result)
+    (answer, because), (purpose, command) = _answer(result), _next(result)
     synthetic, forecast = result.source == "synthetic", result.speed_origin == "forecast"
     marked, mixed, chosen = f"{SYNTHETIC}: " if synthetic else "", result.mixed, _chosen(result)
     speeds = f", with speeds on {result.speed_gpu}" if result.speed_of else ""
@@ -66,7 +66,8 @@ def numerics_document(result: NumericsResult, name: str = "") -> Document:
         advice=Advice(f"{_mix_text(result, chosen)}.", mixed.settings) if advised and mixed is not None else None,
         facts={"Method": _method(result)},
         tag="; ".join(filter(None, tags)),
-        next_purpose=_next(result),
+        next_purpose=purpose,
+        next_command=command,
         name=name,
     )
 
@@ -341,13 +342,14 @@ def _dot(mix: Mix, short: Mapping[str, str]) -> Dot | None:
     return Dot(mix_name(mix, short), speedup, mix.error, facts)
 
 
-def _next(result: NumericsResult) -> str:
+def _next(result: NumericsResult) -> tuple[str, str]:
+    """What to do next, and the command where one is known."""
     mixed, chosen = result.mixed, _chosen(result)
     if mixed is not None and mixed.bound is None and result.recipes:
-        return phrase("numerics-next-bound")
-    if result.speed_of is None and result.recipes:
-        return phrase("numerics-next-speed")
-    return phrase("numerics-next-mix") if chosen is not None and chosen.is_mixed else ""
+        return phrase("numerics-next-bound"), f"{result.command} --bound 5%" * result.command.startswith("gemmscope ")
+    if result.speed_of is None and result.recipes and chosen is not None and chosen.recipe != BASELINE:
+        return phrase("numerics-next-speed"), ""
+    return phrase("numerics-next-mix") if chosen is not None and chosen.is_mixed else "", ""
 
 
 def _method(result: NumericsResult) -> Facts:

@@ -19,6 +19,7 @@ from gemmscope.document.plan_tables import (
     days,
     front_table,
     layout_name,
+    memory_text,
     money,
     plain_rate,
     pruned_table,
@@ -73,6 +74,7 @@ def _context(result: PlanResult) -> Iterator[str]:
         length=length,
         network=result.network_gbps * 8,
         domain=result.nvlink_domain,
+        state="BF16" if result.run is not None and result.run.state_precision == "bf16" else "FP32",
     )
     yield phrase(f"clocks-{result.state}")
 
@@ -87,7 +89,7 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
         layout=layout_name(best),
         rate=rate_text(best.tokens_per_s),
         mfu=best.mfu,
-        needed=best.memory_gb,
+        needed=memory_text(best),
         memory=result.memory_gb,
         cost=_cost_text(result, best),
     )
@@ -103,7 +105,7 @@ def _safe_text(point: PlanPoint) -> list[str]:
                 "plan-faster-but-tight" if fastest.tight else "plan-faster-but-offloads",
                 layout=layout_name(fastest),
                 rate=plain_rate(fastest.tokens_per_s),
-                memory=fastest.memory_gb,
+                memory=memory_text(fastest),
             )
         ]
     if not fastest.tight:
@@ -111,7 +113,7 @@ def _safe_text(point: PlanPoint) -> list[str]:
     safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]
-    return [phrase("plan-safe", layout=layout_name(safe), rate=plain_rate(safe.tokens_per_s), memory=safe.memory_gb)]
+    return [phrase("plan-safe", layout=layout_name(safe), rate=plain_rate(safe.tokens_per_s), memory=memory_text(safe))]
 
 
 def _cost_text(result: PlanResult, layout: PlanLayout) -> str:

@@ -67,11 +67,14 @@ def summary(result: PlanResult) -> Table | None:
             shown.append(layout)
     shown = shown[:MOST_ROWS]
     notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
+    if (best := point.best) is not None and not any(best is layout for layout in shown):
+        shown = sorted([best, *shown], key=point.layouts.index)
+        notes = [phrase("plan-best-added"), *notes]
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
 
     return table(
         "summary",
-        "Pareto front: the fastest layouts for a given memory [90% error bar]",
+        "Pareto front: the fastest layouts for a given memory of one GPU [90% error bar]",
         shown,
         *_names(1, 1),
         *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2}),
@@ -108,6 +111,7 @@ def _numbers(result: PlanResult, drop: dict[str, int], *, varied: bool = False) 
         Column("Speed", _speed, "x", drop=drop.get("Speed", 0), when=not varied and not _has_cost(result)),
         Column("MFU (BF16)", lambda layout: share_cell(layout.mfu, layout.tokens_per_s.half_width), "%", drop=drop["MFU"]),
         Column("GB", lambda layout: layout.memory_gb, ".0f", drop=drop.get("GB", 0)),
+        Column("At most", lambda layout: _most(result, layout), ".0f", drop=drop.get("GB", 2), when=not varied),
         Column("Days", lambda layout: _short(days(result, layout)), "amount", drop["Days"], when=result.tokens is not None),
         Column("Cost", lambda layout: _money(money(result, layout)), "amount", drop["Cost"], when=result.price is not None),
     ]
@@ -124,6 +128,18 @@ def _money(amount: Interval) -> Cell:
 def _short(amount: Interval) -> Cell:
     places = 2 if amount.value < 10 else 1 if amount.value < 100 else 0
     return estimated(f"{amount.value:,.{places}f}", amount)
+
+
+def _most(result: PlanResult, layout: PlanLayout) -> Cell | None:
+    """The most memory that it can need, marked where a GPU has less."""
+    most_gb = layout.most_memory_gb
+    return Cell(f"{most_gb:.0f}", most_gb, level="warning" if most_gb > result.memory_gb else "") if most_gb is not None else None
+
+
+def memory_text(layout: PlanLayout) -> str:
+    """The memory of a layout in a sentence: what it usually needs, and at most."""
+    most = f" (at most {layout.most_memory_gb:.0f})" if layout.most_memory_gb is not None else ""
+    return f"{layout.memory_gb:.0f}{most}"
 
 
 def _speed(layout: PlanLayout) -> Cell:
@@ -179,6 +195,7 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], name: str, title
         Column("Tokens/s/GPU", _rate, ",.0f"),
         Column("MFU (BF16)", lambda layout: layout.mfu, "%"),
         Column("GB", lambda layout: layout.memory_gb, ".1f"),
+        Column("At most, GB", lambda layout: _most(result, layout), ".1f"),
         Column("Slowdown [90% error bar]", _slowdown, "x"),
         Column("Days", lambda layout: days(result, layout), "amount", when=result.tokens is not None),
         Column("Cost", lambda layout: money(result, layout), "amount", when=result.price is not None),

@@ -91,7 +91,8 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
     unfit = any(times.unfit or times.may_not_fit for times in steps.values())
 
     basis = cost_basis(tuple(steps.values()))
-    note = phrase("cost-basis-without-restarts", basis=basis) if basis else ""
+    note = "" if full else phrase("step-some-recipes", baseline=BASELINE)
+    note += phrase("cost-basis-without-restarts", basis=basis) if basis else ""
     return table(
         "summary",
         f"Training step per GPU [{'90% error bar' if forecast else '95% interval'}]",

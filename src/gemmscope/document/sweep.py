@@ -5,9 +5,27 @@ from itertools import cycle
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
-from gemmscope.document.common import SPLIT, command_facts, described, facts, gpu_messages, phrase, sections, versions_text
+from gemmscope.document.common import (
+    SPLIT,
+    command_facts,
+    described,
+    facts,
+    gpu_messages,
+    one_point,
+    phrase,
+    sections,
+    versions_text,
+)
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.sweep_tables import about_sweep, break_even_table, mode_of, points_table, speedup_of, sweep_summary
+from gemmscope.document.sweep_tables import (
+    about_sweep,
+    break_even_table,
+    mode_of,
+    points_table,
+    speedup_of,
+    sweep_summary,
+    unsure,
+)
 from gemmscope.document.table import Column, Table, grouped, table
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -26,9 +44,8 @@ def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
-    (answer, because), *others = map(
-        sweep_answer, sorted(result.sweeps, key=lambda sweep: -max(map(speedup_of, sweep.points), default=0.0))
-    )
+    ordered = sorted(result.sweeps, key=lambda sweep: -max(map(speedup_of, sweep.points), default=0.0))
+    (answer, because), *others = map(sweep_answer, ordered)
     several = bool(others)
     if several:
         because = [
@@ -56,6 +73,7 @@ def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
         next_purpose=phrase("next-point"),
+        next_command=_next(result, ordered[0], "forecast", f"--gpu {ordered[0].gpu}"),
         name=name,
     )
 
@@ -98,8 +116,20 @@ def sweep_document(result: SweepResult, name: str = "") -> Document:
             )
         },
         next_purpose=phrase("next-point"),
+        next_command=_next(result, result.sweeps[0], result.of),
         name=name,
     )
+
+
+def _next(result: ForecastResult | SweepResult, sweep: GpuSweep, command: str, more: str = "") -> str:
+    """The command for the best point of a sweep."""
+    best = best_point(sweep.points)
+    return one_point(command, result, best.values, more) if best is not None and result.model is not None else ""
+
+
+def best_point(points: Sequence[SweepPoint]) -> SweepPoint | None:
+    """The point with the largest speedup of those that gain; one that may not fit only if there is no other."""
+    return max((point for point in points if point.gains), key=lambda point: (not unsure(point), speedup_of(point)), default=None)
 
 
 def _fixed(run: RunSpec | None, varied: Sequence[str]) -> str:
@@ -143,18 +173,27 @@ def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     close = sum(bool(point.winner and point.winner.rivals) for point in gaining)
     at_some = phrase("sweep-close", points=close) if close else ""
     count = units.counted(len(possible), about_sweep(sweep, "possible"))
-    count = f"all {count}" if len(gaining) == len(possible) > 1 else f"{len(gaining):,} of {count}"
+    every = "both" if len(possible) == 2 else f"all {len(possible):,}"
+    count = f"{every} {about_sweep(sweep, 'possible')}s" if len(gaining) == len(possible) > 1 else f"{len(gaining):,} of {count}"
     because = [phrase("sweep-gaining", line=about_sweep(sweep, "line"), count=count, close=at_some, **about)]
     if len(sweep.sizes) == 1 and sweep.break_even:
         because.append(phrase("sweep-begins", faster=about_sweep(sweep, "faster"), begins=_begins(sweep)))
-    best = max(gaining, key=speedup_of, default=None)
+    best = best_point(possible)
+    on = "On" if measured else f"{start}on"
+    if all(point.unfit and not point.speedups for point in possible):
+        return phrase(
+            "sweep-only-baseline", on=on, count=f"{len(possible):,} of {units.counted(len(sweep.points), 'point')}", **about
+        ), []
     if best is None or best.winner is None or best.winner.speedup is None:
-        return phrase("sweep-without-gain", on="On" if measured else f"{start}on", **about), because
+        return phrase("sweep-without-gain", on=on, **about), because
     at = f"{best.winner.best} at {units.names(f'{name} {value}' for name, value in best.values.items())}"
+    at += phrase("forecast-may-not-fit") if unsure(best) else ""
+    if any(map(unsure, possible)) and not unsure(best):
+        because.append(
+            phrase("sweep-unsure", size=" x ".join(sweep.sizes), places=[point.place for point in possible if unsure(point)])
+        )
     of = f" of {about_sweep(sweep, 'of')}" if measured else ""
-    return phrase(
-        "sweep-largest", on=("On" if measured else f"{start}on"), of=of, speedup=best.winner.speedup, point=at, **about
-    ), because
+    return phrase("sweep-largest", on=on, of=of, speedup=best.winner.speedup, point=at, **about), because
 
 
 def _nothing_possible(sweep: GpuSweep) -> str:
@@ -170,7 +209,7 @@ def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
     count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{about_sweep(sweep, 'possible')}s")
-    best = max(gaining, key=speedup_of, default=None)
+    best = best_point(possible)
     if best is None or best.winner is None or best.winner.speedup is None:
         return (count,)
     gain = best.winner.speedup

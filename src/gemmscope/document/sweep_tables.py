@@ -43,6 +43,11 @@ def speedup_of(point: SweepPoint) -> float:
     return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
 
 
+def unsure(point: SweepPoint) -> bool:
+    """Whether its best recipe may not fit in memory."""
+    return point.winner is not None and point.winner.best in point.may_not_fit
+
+
 def spread(length: int, most: int, also: int | None = None) -> list[int]:
     """Places spread over a list, both ends among them, and one more.
 
@@ -87,7 +92,7 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         Column("Host-bound", lambda point: _few_host_bound(point) if point.winner else None, drop=1),
         Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2),
         Column("Tokens/s/GPU", lambda point: _tokens(point) if point.winner else None, ",.0f", drop=5),
-        Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
+        Column("Memory GB", _memory, ".0f", drop=0 if any(unsure(point) for _, point in rows) else 4),
         Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
     ]
 
@@ -107,6 +112,14 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
 def _tokens(point: SweepPoint) -> Cell | None:
     """The rate of the best recipe, whose time is known about as well as that in BF16."""
     return rate_cell(point.tokens_per_s, point.baseline_ms.half_width) if point.tokens_per_s and point.baseline_ms else None
+
+
+def _memory(point: SweepPoint) -> Cell | None:
+    """What the best recipe needs, marked where it may not fit."""
+    if point.winner is None or point.memory_gb is None:
+        return None
+    text = f"{point.memory_gb:.0f}"
+    return Cell(f"{text}, may not fit" if unsure(point) else text, point.memory_gb, level="warning" if unsure(point) else "")
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
@@ -155,6 +168,7 @@ def _planes(sweeps: Sequence[GpuSweep]) -> Table:
     legend = [f"{letters[name]} = {name}" for name in dict.fromkeys(winner.best for winner in winners)]
     legend += ["? = too close to call"] if any(winner.rivals for winner in winners) else []
     legend += ["h = host-bound"] if any(map(_bound, points)) else []
+    legend += ["m = may not fit in memory"] if any(map(unsure, points)) else []
     left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(points) else ""
 
     return table(
@@ -183,7 +197,7 @@ def _field(point: SweepPoint | None, letters: Mapping[str, str]) -> Cell | None:
         )
         return Cell(text, level="warning") if text else None
     gain = speedup_of(point)
-    mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")
+    mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "") + ("m" if unsure(point) else "")
     return Cell(f"{letters[point.winner.best]} {gain:.2f}{mark}", gain, level="" if point.gains else "warning")
 
 

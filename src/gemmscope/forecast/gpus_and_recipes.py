@@ -27,7 +27,8 @@ from gemmscope.workload.ops import PASSES
 def chips_of(names: Sequence[str], power_limit: float | None = None) -> list[GpuSpec]:
     """The GPUs in the order they were named, each once, with the power limit that was asked for."""
     if not names:
-        raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
+        known = f"add a name such as h200, or {option('gpu', 'b300,h200')}; known: {', '.join(gpus())}"
+        raise UserError("no GPU is named", known)
     chips = {(spec := _described(name) if name.endswith(".toml") else gpu(name)).name: spec for name in names}.values()
     limit = option("power_limit", f"{power_limit:g}") if power_limit is not None else ""
     return [chip if power_limit is None else chip.limited_to(power_limit, limit) for chip in chips]

@@ -43,7 +43,7 @@ MAY_NEED = 1.22  # of the memory of a GPU: published layouts that ran usually ne
 LESS_RECOMPUTED = (0.25, 0.5, 0.75)  # of the layers
 BESIDE_BATCH = ("tp", "cp", "pp", "vp", "ep", "etp", "zero", "recompute", "offloaded_layers")
 FITS: tuple[Fit, ...] = get_args(Fit)
-Fitting = tuple[StepForecast, dict[str, tuple[float, Fit]]]  # a run, with its memory in GB and the verdict in each recipe
+Fitting = tuple[StepForecast, dict[str, tuple[float, Fit, float]]]  # a run, with its memory in GB and the verdict in each recipe
 Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
 
 
@@ -55,6 +55,7 @@ class Candidate(NamedTuple):
     step: StepEstimate
     memory_gb: float
     fit: Fit
+    most_gb: float
 
 
 @dataclass
@@ -144,7 +145,7 @@ def _less_recomputed(wanted: Iterable[Fitting], model: ModelSpec, chip: GpuSpec)
         return max(FITS.index(known.fit) for known in memory.values())
 
     for run, needed in ((step.run, needed) for step, needed in wanted if step.run.recompute == "full"):
-        if all(fit == "fits" for _, fit in needed.values()) and (without := verdict(run, 0.0)):
+        if all(fit == "fits" for _, fit, _ in needed.values()) and (without := verdict(run, 0.0)):
             piece = max(run.pp_layers or (len(model.layers) // run.pp,)) // run.vp
             shares = sorted({ceil(share * piece) / piece for share in LESS_RECOMPUTED} - {1.0})
             verdicts = {share: verdict(run, share) for share in shares}
@@ -171,12 +172,12 @@ def _that_fit(
             if beside_batch in hopeless:
                 share.pruning.add("memory", "", len(recipes))
                 continue
-            needed: dict[str, tuple[float, Fit]] = {}
+            needed: dict[str, tuple[float, Fit, float]] = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
                 memory_gb = memory.total_bytes / GB
                 share.smallest = min(share.smallest or (memory_gb, place, name), (memory_gb, place, name))
                 if memory.fit != "does not fit" and memory.total_bytes <= MAY_NEED * memory.available_bytes:
-                    needed[name] = memory_gb, memory.fit
+                    needed[name] = memory_gb, memory.fit, memory.most_bytes / GB
                 else:
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
             if not needed:
@@ -226,7 +227,8 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
                 step_ms=step_ms,
                 tokens_per_s=_rate(step_ms, tokens * 1000),
                 mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"],
-                memory_gb=candidate.memory_gb, tight=candidate.fit == "tight", may_not_fit=candidate.fit == "may not fit",
+                memory_gb=candidate.memory_gb, most_memory_gb=candidate.most_gb,
+                tight=candidate.fit == "tight", may_not_fit=candidate.fit == "may not fit",
                 slowdown=slowdown(best, candidate, forecaster).interval() if candidate is not best else None,
                 on_front=id(candidate) in front, host_bound=candidate.step.host_bound,
                 parts_ms=candidate.step.parts_ms if shown else {},

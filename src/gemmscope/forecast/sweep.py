@@ -99,9 +99,9 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     failed = {name: reason for name, reason in reasons.items() if reason}
     point = partial(SweepPoint, values=values, unfit=unfit, may_not_fit=unsure, gpus=run.gpus, not_possible=failed)
     if winner is None:
-        least_gb = min(memory.least_bytes for memory in needed.values()) / GB
-        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / GB:.0f} GB"
-        return point(why_not=why_not, memory_gb=least_gb)
+        needed_gb = min(memory.total_bytes for memory in needed.values()) / GB
+        why_not = f"does not fit: needs about {needed_gb:.0f} GB, and one GPU has {chip.memory_bytes / GB:.0f} GB"
+        return point(why_not=why_not, memory_gb=needed_gb)
     return point(
         baseline_step_ms=steps[BASELINE].interval,
         speedups=speedups,

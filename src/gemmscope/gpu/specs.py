@@ -13,6 +13,7 @@ from gemmscope.errors import UserError, shown
 from gemmscope.toml import complete, load_data
 
 LEAST_POWER = 0.4  # of the usual limit: with less, clocks leave the range that forecasts cover
+TOO_OLD = r"^(tesla-?)?(v100|p100|t4|k80|p4|p40|gtx.*|rtx-?20\d\d.*|titan.*)$"
 OTHER_VENDORS = r"^mi\d|^amd|instinct|radeon|gaudi|^tpu|trainium|ascend"
 POSITIVE = Field(gt=0, allow_inf_nan=False)
 _described: dict[str, "GpuSpec"] = {}
@@ -107,6 +108,11 @@ def gpu(name: str) -> GpuSpec:
             f"{shown(name)} is not an NVIDIA GPU: no kernel of other vendors was measured, so nothing can be forecast for it",
             f"GPUs that can be forecast: {', '.join(gpus())}",
         )
+    if re.search(TOO_OLD, wanted):
+        message = (
+            f"{shown(name)} is older than Ampere: its tensor cores have neither BF16 nor FP8, so nothing can be forecast for it"
+        )
+        raise UserError(message, f"GPUs that can be forecast: {', '.join(gpus())}")
     raise UserError(f"unknown GPU {shown(name)}", f"known GPUs, the closest name first: {', '.join(by_likeness(wanted))}")
 
 

@@ -11,6 +11,7 @@ from math import isinf
 from typing import Any
 
 from gemmscope.errors import UserError, option, shown
+from gemmscope.toml import load_data
 
 Shape = tuple[int, int, int]
 Axes = Mapping[str, Sequence[int]]
@@ -175,11 +176,12 @@ def axes(texts: Iterable[str]) -> Axes:
 def axis(text: str) -> tuple[str, Sequence[int]]:
     """`hidden_size=2k:16k:1k` or `micro_batch_size=1,2,4`.
 
-    >>> axis("hidden-size=1k:3k:1k"), axis("tp=1,2")
-    (('hidden_size', range(1024, 3073, 1024)), ('tp', [1, 2]))
+    >>> axis("hidden-size=1k:3k:1k"), axis("mbs=1,2")
+    (('hidden_size', range(1024, 3073, 1024)), ('micro_batch_size', [1, 2]))
     """
-    name, _, values = text.partition("=")
-    name, parts = name.strip().replace("-", "_"), values.split(":")
+    typed, _, values = text.partition("=")
+    name, parts = f"--{typed.strip().replace('_', '-')}", values.split(":")
+    name = load_data("gemmscope.options", "spellings.toml").get(name, name).removeprefix("--").replace("-", "_")
     is_range = len(parts) == 3
     try:
         if "-" in values:

@@ -111,6 +111,16 @@ def recipes() -> Mapping[str, Recipe]:
     return result
 
 
+NOT_TRAINED = {
+    "mxfp4": "no framework here trains in it; the 4-bit format is NVFP4",
+    "mxfp6": "no framework here trains in it",
+    "int": "integers are for inference; training uses floating point",
+    "fp4": "the 4-bit format is NVFP4",
+    "fp16": "training in 16 bits is compared in BF16",
+}
+"""Beginnings of names of formats that are not recipes, and why."""
+
+
 def recipe(name: str) -> Recipe:
     """The recipe of that name, or the mix (`kept.py`); case does not matter.
 
@@ -129,7 +139,8 @@ def recipe(name: str) -> Recipe:
         if len(family := [known for lower, known in by_lower.items() if name.lower() in lower]) > 1:
             raise UserError(f"{shown(name)} is a family of recipes", f"name one, or several with commas: {', '.join(family)}")
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise UserError(f"unknown recipe {shown(name)}", f"{hint}recipes: {', '.join(recipes())}")
+        why = next((f": {why}" for start, why in NOT_TRAINED.items() if name.lower().startswith(start)), "")
+        raise UserError(f"unknown recipe {shown(name)}{why}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]
 
 

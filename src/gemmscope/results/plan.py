@@ -37,6 +37,8 @@ class PlanLayout(Part):
     mfu: float
     memory_gb: float
     """Of the GPU that needs most, in the usual case."""
+    most_memory_gb: float | None = None
+    """With an unfused loss and a fragmented allocator."""
     tight: bool = False
     """Some settings, or a fragmented allocator, would need more than the GPU has."""
     may_not_fit: bool = False

@@ -33,7 +33,7 @@ class SweepPoint(Part):
     may_not_fit: tuple[str, ...] = ()
     """Recipes that usually need more memory than the GPU has, but fit at best."""
     memory_gb: float | None = None
-    """What the best recipe needs on one GPU; where none fits, at least that of the smallest."""
+    """What the best recipe needs on one GPU; where none fits, the smallest."""
     gpus: int | None = None
     """GPUs of the layout."""
     tokens_per_s: float | None = None

@@ -1,6 +1,7 @@
 """Every table of a Document, numbers not rounded: in one CSV file, or as pandas DataFrames. pandas is imported when it is used.
 
-A CSV file has one header; its first column has the short name of the table, and a row has values in its own table's columns only.
+A CSV file has one header; its first two columns have the short name of the table and its title, and a row has values in its own
+table's columns only.
 A number with an interval has two more columns, `<name> low` and `<name> high`. To get one table with pandas:
 ``df[df.table == "memory"].dropna(axis=1, how="all")``.
 """
@@ -23,14 +24,14 @@ def csv_text(document: Document) -> str:
     names = dict.fromkeys(name for table in tables for name in _columns(table))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(csv_cell, ["table", *names]))
+    writer.writerow(map(csv_cell, ["table", "title", *names]))
     for table in tables:
         for row in table.rows:
             values = dict(_values(table, row))
             writer.writerow(
                 [
                     csv_cell(cell) if isinstance(cell, str) else cell
-                    for cell in [table.name, *(values.get(name, "") for name in names)]
+                    for cell in [table.name, table.title, *(values.get(name, "") for name in names)]
                 ]
             )
     return out.getvalue()

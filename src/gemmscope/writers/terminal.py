@@ -22,9 +22,10 @@ UNLIMITED = 100_000
 NARROWEST = 20
 NARROWEST_COLUMN = 8  # of text
 GAP = 2  # between columns
+MARK = " ←"  # after the rows that the answer recommends
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 MOST_CARDS = 3
-IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–": "-", "→": "->", "°": " ", "“": '"', "”": '"'})
+IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–": "-", "→": "->", "←": "<", "°": " ", "“": '"', "”": '"'})
 
 
 class Screen(Console):
@@ -170,7 +171,7 @@ def text(document: Document, *, detail: bool = True, width: int | None = None) -
 
 def fitted(table: Table, width: int) -> Table:
     """The table without the optional columns that do not fit."""
-    while sum(_widths(table)) + GAP * (len(table.columns) - 1) > width:
+    while sum(_widths(table)) + GAP * (len(table.columns) - 1) > width - len(MARK) * bool(table.marked):
         place = max(range(len(table.columns)), key=lambda place: table.columns[place].drop)
         if not table.columns[place].drop or len(table.columns) == 1:
             return table
@@ -180,10 +181,10 @@ def fitted(table: Table, width: int) -> Table:
 
 def table_lines(table: Table, width: int) -> list[Text]:
     """Title, heads, rows, note. What does not fit side by side is folded: the first column is repeated below."""
-    lines = wrapped(Text(table.title, "italic"), width)
-    for number, part in enumerate(_folded(table, width) if table.columns else ()):
+    lines, room = wrapped(Text(table.title, "italic"), width), width - len(MARK) * bool(table.marked)
+    for number, part in enumerate(_folded(table, room) if table.columns else ()):
         lines += [Text()] if number else []
-        lines += _grid(part, width)
+        lines += _grid(part, room)
     return [*lines, *(wrapped(Text(table.note, "dim"), width) if table.note else [])]
 
 
@@ -224,11 +225,17 @@ def _grid(table: Table, width: int) -> list[Text]:
     rule = Text("─" * min(sum(widths) + GAP * (len(widths) - 1), width), "dim")
     return [
         *[*_row(head, table.columns, widths, bold=True), rule],
-        *(line for place, row in enumerate(table.rows) for line in _row(row, table.columns, widths, bold=place in table.marked)),
+        *(
+            line
+            for place, row in enumerate(table.rows)
+            for line in _row(row, table.columns, widths, bold=place in table.marked, mark=MARK * (place in table.marked))
+        ),
     ]
 
 
-def _row(cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], *, bold: bool = False) -> list[Text]:
+def _row(
+    cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], *, bold: bool = False, mark: str = ""
+) -> list[Text]:
     wrapped = [_pieces(cell.text, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for number in range(max(map(len, wrapped))):
@@ -236,8 +243,9 @@ def _row(cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], 
         for place, (cell, column, pieces, width) in enumerate(zip(cells, columns, wrapped, widths, strict=True)):
             piece = pieces[number] if number < len(pieces) else ""
             padded = " " * (width - cell_len(piece)) + piece if column.numeric else set_cell_size(piece, width)
-            line.append((" " * GAP if place else "") + padded, f"{'bold ' * bold}{STYLES[cell.level]}")
+            line.append((" " * GAP if place else "") + padded, f"{'bold ' * bold}{STYLES[cell.level] or 'green' * bool(mark)}")
         line.rstrip()
+        line.append(mark * (not number), "bold green")
         lines.append(line)
     return lines
 
