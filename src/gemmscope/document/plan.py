@@ -231,7 +231,7 @@ def _memory_chart(point: PlanPoint, memory_gb: float, prefix: str, *, main: bool
     return CurveChart(
         f"{prefix}by_memory",
         title,
-        "memory of a GPU (GB); dashed: all it has",
+        "memory limit (GB); dashed: the memory of one GPU",
         series,
         unit="tokens/s per GPU",
         main=main,

@@ -32,7 +32,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepGpu, SweepPoint, SweepResult
 
-HOST_BOUND = "HOST-BOUND"
+HOST_BOUND, MAY_NOT_FIT = "HOST-BOUND", "MAY NOT FIT"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
 BATCH = ("micro_batch_size", "sequence_length")
@@ -255,7 +255,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
                 point.place,
                 gain,
                 ((size, point.place), ("speedup", units.speedup(gain))),
-                HOST_BOUND if name in point.host_bound else "",
+                MAY_NOT_FIT if name in point.may_not_fit else HOST_BOUND if name in point.host_bound else "",
             ),
         )
         for name in sweep.recipes
@@ -275,6 +275,7 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
     winners = [(point.winner, point.host_bound) for point in sweep.points if point.winner is not None]
     short = dict(zip(sweep.recipes, cycle(LETTERS), strict=False)) if len(across) > WIDEST_WITH_NAMES else {}
     legend = [("?", "too close to call")] if any(winner.rivals for winner, _ in winners) else []
+    legend += [("m", "may not fit in memory")] if any(map(unsure, sweep.points)) else []
     legend += [("host", "host-bound")] if any(winner.best in bound for winner, bound in winners) else []
     legend += [(short[name], name) for name in dict.fromkeys(winner.best for winner, _ in winners) if name in short]
     return HeatMap(
@@ -301,6 +302,7 @@ def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
     best, gain = point.winner.best, speedup_of(point)
     mark = " ?" if point.winner.rivals else ""
     host = best in point.host_bound
+    mark += " m" if unsure(point) else ""
     return HeatCell(
         label=f"{short.get(best, best)}\n{gain:.2f}{mark}" + ("\nhost" if host else ""),
         value=gain,

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import FigureBase
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gemmscope.document.palette import Style, styles
@@ -138,6 +139,12 @@ def panels(axes: Any, charts: Sequence[Drawn]) -> Iterator[tuple[int, Axes, Draw
             yield place, panel, charts[place]
         else:
             panel.set_axis_off()
+
+
+def whiskers(panel: Axes, x: Sequence[float], y: Sequence[float], reach: tuple[Sequence[float], Sequence[float]]) -> None:
+    """Draw intervals on bars, with a light outline: dark lines would be lost on dark bars."""
+    for line in panel.errorbar(x, y, yerr=reach, **WHISKER).get_children():
+        line.set_path_effects([withStroke(linewidth=2.0, foreground=PAPER)])
 
 
 def title(axes: Axes, text: str, width_in: float) -> None:

@@ -130,15 +130,11 @@ def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
 
 
 def _titles(document: Document) -> tuple[str, str]:
-    """The title of a figure (model and GPU), and the line below it: sizes, batch and layout, or the command."""
+    """The title of a figure (model and GPU), and the line below it: sizes, batch and layout."""
     batch = {name: value for name, value in document.subject.batch.items() if value not in (1, "none") or name in BATCH}
     parts = [document.subject.title, *(f"{name} {value}" for name, value in batch.items())]
     if not batch:
-        parts = (
-            [value for facts in document.facts.values() for name, value in facts if name == "command"]
-            if document.kind == "forecast"
-            else []
-        )
+        parts = list(document.context[:1]) if document.kind == "forecast" else []
     where = document.where.removesuffix(", FORECAST")
     return document.title, ", ".join([*parts, *([] if (document.kind == "forecast" or where in document.title) else [where])])
 

@@ -1,6 +1,7 @@
 """Stacked bars and waterfalls: panels of one figure share their scale, and have one legend."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +23,18 @@ LABELS_IN = 0.47  # height of the labels above a bar
 WIDEST_SLOT_IN = 1.3
 OTHER_SCALE = 5.0  # panels with bars higher by this factor get their own scale, or the other panels would be unreadable
 FALL_IN = 0.2  # height of one bar of a waterfall
+LEAST_SHARE = 0.006  # of the highest bar: a thinner segment cannot be seen, and is not in the legend
 SIDE_IN = 0.62  # for the numbers beside a panel
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Panels in rows and columns: the bars of each column, the room for each bar, and whether labels are rotated."""
+    """Panels in rows and columns: the bars of each column, the room for each bar, their labels, and whether these are rotated."""
 
     rows: int
     bars: tuple[int, ...]
     bar_in: float
+    named: Mapping[str, str]
     turned: bool
     height_in: float
 
@@ -42,18 +45,30 @@ def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     rows, columns = drawing.rows_of(len(charts), max(1, min(columns, MOST_COLUMNS)))
     bars = tuple(max([1, *(len(charts[at].bars) for at in range(column, len(charts), columns))]) for column in range(columns))
     bar_in = (width_in - SIDE_IN) / sum(bars)
-    longest = max((len(drawing.short(bar.label)) for chart in charts for bar in chart.bars), default=0)
+    named, longest = _names(charts, bar_in)
     turned = longest * LETTER_IN > bar_in - 0.06
     handles = [] if _is_single(charts) else _handles(charts)
     title_lines = max(1 + len(chart.title) * columns / (width_in * 13) for chart in charts)
-    labels_in = 0.1 + (longest * LETTER_IN / 2 if turned else 0.12)
+    labels_in = 0.1 + (longest * LETTER_IN / 2 if turned else 0.24)
     return Layout(
         rows,
         bars,
         bar_in,
+        named,
         turned,
         (rows * (PANEL_IN + 0.14 * title_lines + labels_in) + drawing.legend_size(handles, width_in) + 0.1),
     )
+
+
+def _names(charts: Sequence[BarChart], bar_in: float) -> tuple[dict[str, str], int]:
+    """The labels below the bars, and the letters of the longest line: names of recipes on two lines where one is too narrow."""
+    names = {bar.label: drawing.short(bar.label) for chart in charts for bar in chart.bars}
+    if max(map(len, names.values()), default=0) * LETTER_IN > bar_in - 0.06:
+        lines = {label: re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "\n", name) for label, name in names.items()}
+        longest = max(len(line) for name in lines.values() for line in name.split("\n"))
+        if longest * LETTER_IN <= bar_in - 0.02:
+            return lines, min(longest, int((bar_in - 0.06) / LETTER_IN))
+    return names, max(map(len, names.values()), default=0)
 
 
 def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> None:
@@ -69,7 +84,7 @@ def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> Non
         _stacks(panel, chart.bars)
         for x, bar in enumerate(chart.bars):
             _labels(panel, x, bar, min(plan.bar_in, WIDEST_SLOT_IN))
-        names = [drawing.short(bar.label) for bar in chart.bars]
+        names = [plan.named[bar.label] for bar in chart.bars]
         panel.set_xticks(range(len(names)), names, **turned)
         middle, wide = (len(names) - 1) / 2, max(len(names) + 0.2, panel_in * 0.95 / WIDEST_SLOT_IN)
         panel.set_xlim((-0.7, 0.7) if single else (middle - wide / 2, middle + wide / 2))
@@ -138,7 +153,7 @@ def _stacks(panel: Axes, stacks: Sequence[Bar]) -> None:
     known = [(x, heights[x], *map(finite, bar.reach_ms)) for x, bar in enumerate(stacks) if bar.segments and any(bar.reach_ms)]
     if known:
         places, tops, below, above = zip(*known, strict=True)
-        panel.errorbar(places, tops, yerr=[below, above], **WHISKER)
+        drawing.whiskers(panel, places, tops, (below, above))
 
 
 def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
@@ -162,8 +177,11 @@ def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
 def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     """The legend: the segments in the order they are stacked, and the shades."""
     shades = [Patch(**face("mark-total"), label="fprop + dgrad"), Patch(**face("mark-total", "light"), label="wgrad (lighter)")]
-    shaded = any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments)
-    handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items()]
+    segments = [segment for chart in charts for bar in chart.bars for segment in bar.segments]
+    shaded = any(segment.shade == "light" for segment in segments)
+    least_ms = LEAST_SHARE * max((bar.total_ms for chart in charts for bar in chart.bars), default=0.0)
+    seen = {segment.name for segment in segments if not segment.time_ms < least_ms}
+    handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items() if name in seen]
     return handles + shades if shaded else handles
 
 

@@ -14,6 +14,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
 from gemmscope.document.charts import CurveChart, HeatMap, Point
 from gemmscope.document.palette import heat_stops, recipe_key, series_key
@@ -23,6 +24,7 @@ from gemmscope.writers.drawing import INK, LETTER_IN, NORMAL, PAPER, SMALL, SOFT
 
 CURVE_IN = 2.3  # height of a panel of curves
 SIDE_IN = 0.6
+LEAST = 5.0  # points of text that can be read
 MOST_MARKERS = 14  # points of a curve that are drawn with markers
 Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 """GPU or run → recipe → value."""
@@ -55,7 +57,9 @@ def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) ->
         else:
             drawing.numbers(panel.yaxis)
         drawing.grid(panel)
-        panel.set_xlabel(chart.axis, fontsize=NORMAL)
+        below = textwrap.fill(chart.note, int(panel_in * 13)) if chart.note else ""
+        scale = " (log scale)" * _is_log(chart)
+        panel.set_xlabel(f"{chart.axis}{scale}\n{below}".strip(), fontsize=NORMAL)
         if place % columns == 0:
             panel.set_ylabel("speedup over BF16" if speedups else chart.unit, fontsize=NORMAL)
         else:
@@ -76,6 +80,11 @@ def positions(places: Sequence[str]) -> tuple[list[float], bool]:
         return [float(place) for place in range(len(places))], False
     logs = [math.log2(value) for value in values]
     return (logs, True) if _unevenness(logs) <= _unevenness(values) else (values, True)
+
+
+def _is_log(chart: CurveChart) -> bool:
+    where, numeric = positions(chart.places)
+    return numeric and chart.limit is None and len(where) > 2 and where != [float(place) for place in chart.places]
 
 
 def _unevenness(places: Sequence[float]) -> float:
@@ -250,7 +259,8 @@ def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
     above = (certain[1:] != certain[:-1]) & known[1:] & known[:-1]
     up = [(x - 0.5, y - 1.5, y - 0.5) for y, x in np.argwhere(beside)]
     across = [(y - 0.5, x - 1.5, x - 0.5) for y, x in np.argwhere(above)]
-    line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
+    outline = [withStroke(linewidth=4.2, foreground=PAPER)]  # seen beside dark fields, in grey too
+    line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2, "path_effects": outline}
     if up:
         panel.vlines(*zip(*up, strict=True), **line_style, zorder=4, clip_on=False)
     if across:
@@ -283,7 +293,8 @@ def grouped_bars(
     names = list(dict.fromkeys(recipe for _, values in groups for recipe, _ in values))
     x, centers = 0.0, []
     slot_in = (width_in - 0.8) / max(sum(len(values) + 0.8 for _, values in groups), 1)
-    upright = slot_in < 0.36
+    size = min(SMALL, slot_in * 72 / (0.62 * max(map(len, labels.values()), default=1)))
+    upright = size < LEAST
     tops: list[float] = []
     for group, values in groups:
         first = x
@@ -291,11 +302,11 @@ def grouped_bars(
             panel.bar(x, finite(value.value), width=0.86, **face(recipe_key(recipe, names.index(recipe))))
             if value.known:
                 below, above = drawing.reach(value)
-                panel.errorbar(x, finite(value.value), yerr=[[finite(below)], [finite(above)]], **WHISKER)
+                drawing.whiskers(panel, [x], [finite(value.value)], ([finite(below)], [finite(above)]))
             text = labels.get((group, recipe), "")
             turned: dict[str, Any] = {"rotation": 90} if upright else {}
             panel.annotate(text, (x, drawing.top_of(value)), (0, 3), textcoords="offset points", ha="center", va="bottom",
-                           fontsize=SMALL, color=INK, bbox=drawing.CLEAR, **turned)  # fmt: skip
+                           fontsize=SMALL if upright else size, color=INK, bbox=drawing.CLEAR, **turned)  # fmt: skip
             tops.append(drawing.top_of(value))
             x += 1
         centers.append((first + x - 1) / 2)
