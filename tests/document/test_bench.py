@@ -160,7 +160,7 @@ def test_figure_of_a_model(tmp_path: Path) -> None:
 def test_figure_of_bare_gemms(tmp_path: Path) -> None:
     (tmp_path / "bench.svg").write_bytes(figure.image(bench_document(squares(spread=0.02)), ".svg"))
     drawn = (tmp_path / "bench.svg").read_text()
-    for label in ("TFLOP/s", "1024", "8192", "side of square matrices", "speedup over BF16", *RECIPES):
+    for label in ("TFLOP/s", "1024", "8192", "side of square matrices (log scale)", "speedup over BF16", *RECIPES):
         assert f">{label}<" in drawn, label
     (tmp_path / "one.png").write_bytes(figure.image(bench_document(squares(rounds=1)), ".png"))
     assert (tmp_path / "one.png").stat().st_size > 1000
