@@ -64,6 +64,8 @@ POINTS_LOST = 4  # of a sweep: GPUs were lost before all points were measured
 TOO_NOISY = 4  # to tell whether a run is slower
 
 PROFILE_SHAPE = "4096"
+ONE_OF_THEM = "use only one of them"
+OF_ONE_RUN = ("mix", "measured", "keep_higher")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT = "report.html"
 
@@ -144,29 +146,18 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
     if options.gemms is not None:
         _forecast_gemms(options.gemms, options, outputs, named)
         return 0
-    if options.library is not None:
-        message = (
-            f"{option('library')} applies only to {option('gemms')}: a model is forecast with the library that training uses"
-        )
-        raise UserError(message, "remove it")
     others = [*named, *[name for name in options.about_model() if name != "cache_weights"], *(["sweep"] if options.sweep else [])]
-    if options.shapes is not None and others:
-        message = f"{option('shapes')} forecasts bare GEMMs, but {_listed(others)} applies to a model"
-        raise UserError(message, "use only one of them")
+    applies = f"{option('library')} applies only to {option('gemms')}: a model is forecast with the library that training uses"
+    both = f"{option('shapes')} forecasts bare GEMMs, but {_listed(others)} applies to a model"
+    _reject((options.library is not None, applies, "remove it"), (options.shapes is not None and others, both, ONE_OF_THEM))
     context = outputs.context([*model.files(), options.mix, options.measured])
     _explain_no_fp8(options, options.gpu)
     given_gpus = {"gpus": options.gpus} if options.gpus is not None else {}
     if options.sweep:
-        if unused := options.of_one_run():
-            applies = {
-                "tokens": "the cost of one run",
-                "price": "the cost of one run",
-                "mix": "one run",
-                "measured": "one run",
-                "keep_higher": "one run",
-            }
-            what = applies.get(unused[0], "the linears alone")
-            message = f"{option('sweep')} forecasts the training step of many runs, but {option(unused[0])} applies to {what}"
+        for unused in options.of_one_run():
+            of_one = {**dict.fromkeys(("tokens", "price"), "the cost of one run"), **dict.fromkeys(OF_ONE_RUN, "one run")}
+            what = of_one.get(unused, "the linears alone")
+            message = f"{option('sweep')} forecasts the training step of many runs, but {option(unused)} applies to {what}"
             raise UserError(message, "remove it")
         with signals.defer_signals():  # also while the points that were computed are written
             deliver(commands.forecast.sweep(model.given(), run.given() | given_gpus, options, context), outputs)
@@ -305,22 +296,28 @@ def _one_thread() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+def _reject(*checks: tuple[object, str, str]) -> None:
+    """A `UserError` for the first of these that is wrong: its message, and what to do."""
+    for wrong, message, hint in checks:
+        if wrong:
+            raise UserError(message, hint)
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(option, names))
 
 
 def _check_model_named(model: ModelOptions, run: RunOptions) -> None:
     """A `UserError` for options of a run without a model."""
-    if run.given() and not model.given():
-        message = f"{_listed(run.given())}: these options need a model, but none is given"
-        raise UserError(message, f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them")
+    message = f"{_listed(run.given())}: these options need a model, but none is given"
+    hint = f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them"
+    _reject((run.given() and not model.given(), message, hint))
 
 
 def _check_bare(shapes: Sequence[Shape] | None, named: Sequence[str]) -> None:
     """A `UserError` for bare GEMMs and a model at once."""
-    if named and shapes is not None:
-        message = f"{option('shapes')} measures bare GEMMs, but {_listed(named)} describes a model"
-        raise UserError(message, f"remove {option('shapes')}, or use it without them")
+    message = f"{option('shapes')} measures bare GEMMs, but {_listed(named)} describes a model"
+    _reject((named and shapes is not None, message, f"remove {option('shapes')}, or use it without them"))
 
 
 def _explain_no_fp8(options: RecipeOptions, gpus: Sequence[str] | None = None) -> None:
@@ -349,11 +346,8 @@ def _check_sweep(options: MeasuringOptions) -> None:
 
 def _check_alone(sweep: SweepOptions) -> None:
     """A `UserError` for options that only a sweep supports."""
-    if sweep.ray is not None:
-        raise UserError(
-            f"{option('ray')} spreads many measurements over a cluster, but this is a single one",
-            f"add {option('sweep')}, or measure every GPU with gemmscope fleet",
-        )
+    message = f"{option('ray')} spreads many measurements over a cluster, but this is a single one"
+    _reject((sweep.ray is not None, message, f"add {option('sweep')}, or measure every GPU with gemmscope fleet"))
 
 
 def _swept(
@@ -385,13 +379,11 @@ def _bench_sweep(
                 f"for example {option('shapes', '8192x4096x14336')}, of which {option('sweep')} varies {gemm[0]}",
             )
         return commands.sweep.bench_sweep(model.given(), run.given(), options, sweep, context)
-    if named:
-        raise UserError(f"{option('shapes')} is a bare GEMM, but {_listed(named)} describes a model", "use only one of them")
-    if len(shapes) != 1:
-        raise UserError(
-            f"{option('sweep')} varies m, k or n of one GEMM, but {option('shapes')} gives {len(shapes) or 'many'}",
-            f"give one: {option('shapes', '8192x4096x14336')} {option('sweep', 'm=1k:16k:1k')}",
-        )
+    many = f"{option('sweep')} varies m, k or n of one GEMM, but {option('shapes')} gives {len(shapes) or 'many'}"
+    _reject(
+        (named, f"{option('shapes')} is a bare GEMM, but {_listed(named)} describes a model", ONE_OF_THEM),
+        (len(shapes) != 1, many, f"give one: {option('shapes', '8192x4096x14336')} {option('sweep', 'm=1k:16k:1k')}"),
+    )
     return commands.sweep.gemm_sweep(shapes[0], options, sweep, context)
 
 
@@ -400,8 +392,7 @@ def _to_profile(options: BenchOptions, *, named: bool) -> BenchOptions:
     if not options.profile:
         raise UserError("--profile-shape selects what --profile runs", "add --profile, or use --shapes to measure")
     if named:
-        if options.profile_shape is not None:
-            raise UserError("--profile runs a model or --profile-shape, not both", "use only one of them")
+        _reject((options.profile_shape is not None, "--profile runs a model or --profile-shape, not both", ONE_OF_THEM))
         return options
     chosen = PROFILE_SHAPE if options.profile_shape is None else options.profile_shape
     one = shape(chosen)
@@ -443,20 +434,24 @@ def _own_gpu(
 ) -> int:
     """One of the processes that srun or torchrun started measures its own GPU."""
     started = f"{rank.by} started {'several' if rank.world is None else rank.world} processes"
-    if options.folder is None:
-        raise UserError(
+    for_one = [*(["at_once"] if options.at_once is not None else []), *(["repeat"] if options.repeat > 1 else [])]
+    _reject(
+        (
+            options.folder is None,
             f"{started}, and each needs a folder for the run file of its GPU",
             f"add {option('folder', 'OUT')}, a folder that all of them share; then run: gemmscope fleet OUT",
-        )
-    for_one = [*(["at_once"] if options.at_once is not None else []), *(["repeat"] if options.repeat > 1 else [])]
-    if for_one:
-        raise UserError(
+        ),
+        (
+            for_one,
             f"{started}, one for each GPU, but {_listed(for_one)} applies to one process that measures many GPUs",
             f"remove it, or start one process per node with {option('gpus', 'all')}",
-        )
-    if targets := outputs.targets():
-        message = f"{started}: {_listed(targets)} would be written by each of them"
-        raise UserError(message, f"run: gemmscope fleet {options.folder} …")
+        ),
+        (
+            outputs.targets(),
+            f"{started}: {_listed(outputs.targets())} would be written by each of them",
+            f"run: gemmscope fleet {options.folder} …",
+        ),
+    )
     result, (file, note) = commands.fleet.run_own_gpu(rank, job, options, replace(context, deliver=None))
     if note:
         say(note)
@@ -480,20 +475,16 @@ def _health(result: Any, *, strict: bool) -> int:
 def _forecast_gemms(file: str, options: ForecastOptions, outputs: FigureOptions, named: list[str]) -> None:
     """Forecast single GEMMs from a file, and write CSV to -o or --csv, else to standard output."""
     named = [*named, *(name for name in ("shapes", "sweep") if getattr(options, name) is not None)]
-    if named:
-        message = f"{option('gemms')} forecasts single GEMMs, but {_listed(named)} describes a model"
-        raise UserError(message, "use only one of them")
-    if unused := [*options.given_recipes(), *options.about_model()]:
-        message = f"{option('gemms')} forecasts single GEMMs in the formats of its file: {_listed(unused)} has no effect"
-        raise UserError(message, "remove it")
-    if outputs.output is not None and outputs.output.lower().endswith(writers.FIGURE_ENDINGS):
-        message = f"{option('gemms')} draws no figure, but -o {shown(outputs.output)} names one"
-        raise UserError(message, "for example -o times.csv")
-    for name, path in (("json", outputs.json), ("markdown", outputs.markdown)):
-        if path is not None:
-            raise UserError(f"{option('gemms')} writes CSV only, not {option(name)}", "give a path with --csv or -o")
-    if outputs.csv is not None and outputs.output is not None:
-        raise UserError("--csv and -o both name an output file", "use only one of them")
+    unused, alone = [*options.given_recipes(), *options.about_model()], f"{option('gemms')} forecasts single GEMMs"
+    figure, csv_only = (outputs.output or "").lower().endswith(writers.FIGURE_ENDINGS), f"{option('gemms')} writes CSV only, not"
+    _reject(
+        (named, f"{alone}, but {_listed(named)} describes a model", ONE_OF_THEM),
+        (unused, f"{alone} in the formats of its file: {_listed(unused)} has no effect", "remove it"),
+        (figure, f"{option('gemms')} draws no figure, but -o {shown(outputs.output)} names one", "for example -o times.csv"),
+        (outputs.json is not None, f"{csv_only} {option('json')}", "give a path with --csv or -o"),
+        (outputs.markdown is not None, f"{csv_only} {option('markdown')}", "give a path with --csv or -o"),
+        (outputs.csv is not None and outputs.output is not None, "--csv and -o both name an output file", ONE_OF_THEM),
+    )
     where = outputs.csv or outputs.output or "-"
     check_targets({"csv" if outputs.csv else "output": where}, [file])
     result = commands.forecast.forecast_gemms(file, options)

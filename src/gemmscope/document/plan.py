@@ -13,12 +13,11 @@ from gemmscope.document.common import command_facts, model_facts, phrase, same_m
 from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section
 from gemmscope.document.palette import part_key
 from gemmscope.document.plan_tables import (
-    all_layouts,
+    MOST_LISTED,
     best_by_recipe,
-    best_of_recipes,
     days,
-    front_table,
     layout_name,
+    layouts_table,
     memory_text,
     money,
     plain_rate,
@@ -203,12 +202,14 @@ def _sections(result: PlanResult) -> tuple[Section, ...]:
         named["Models"] = [_varied_chart(result) if len(result.varied) == 1 else None, varied_table(result, every=True)]
     for point in result.points:
         prefix = f"{_place(point)}: " if result.varied else ""
+        front, more = [layout for layout in point.layouts if layout.on_front], point.fitting > MOST_LISTED
+        listed = phrase("plan-fastest-listed", shown=MOST_LISTED, fitting=point.fitting) if more else ""
         named[f"{prefix}Layouts"] = [
             _memory_chart(point, result.memory_gb, prefix, main=main),
-            front_table(result, point, prefix),
-            best_of_recipes(result, point, prefix),
+            layouts_table(result, front, f"{prefix}front", f"{prefix}{phrase('plan-front')}"),
+            layouts_table(result, best_by_recipe(point).values(), f"{prefix}recipes", f"{prefix}{phrase('plan-recipes')}"),
             _parts_chart(point, prefix, main=main),
-            all_layouts(result, point, prefix) if main else None,
+            layouts_table(result, point.layouts[:MOST_LISTED], "layouts", phrase("plan-layouts"), listed) if main else None,
         ]
         named[f"{prefix}What was excluded"] = [pruned_table(point, prefix)]
     return sections(named)

@@ -150,12 +150,6 @@ def _speed(layout: PlanLayout) -> Cell:
     return estimated(f"{speed.value:.2f}{'?' if layout.close else ''}", speed)
 
 
-def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
-    """All layouts on the front."""
-    title = f"{prefix}FORECAST: Pareto front of tokens/s and memory: no other layout is faster with as little memory"
-    return _layouts(result, (layout for layout in point.layouts if layout.on_front), f"{prefix}front", title)
-
-
 def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
     """The fastest layout of each recipe."""
     best: dict[str, PlanLayout] = {}
@@ -164,22 +158,8 @@ def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
     return best
 
 
-def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
-    """The fastest layout of each recipe."""
-    return _layouts(
-        result, best_by_recipe(point).values(), f"{prefix}recipes", f"{prefix}FORECAST: the fastest layout of each recipe"
-    )
-
-
-def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
-    """The fastest layouts, each size in a column of its own."""
-    shown = point.layouts[:MOST_LISTED]
-    more = phrase("plan-fastest-listed", shown=len(shown), fitting=point.fitting) if point.fitting > len(shown) else ""
-    return _layouts(result, shown, f"{prefix}layouts", f"{prefix}FORECAST: the layouts that fit, fastest first", more)
-
-
-def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], name: str, title: str, note: str = "") -> Table:
-
+def layouts_table(result: PlanResult, layouts: Iterable[PlanLayout], name: str, title: str, note: str = "") -> Table:
+    """Layouts, each size in a column of its own."""
     costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
     return table(
         name,

@@ -8,53 +8,27 @@ A number with an interval has two more columns, `<name> low` and `<name> high`. 
 
 import csv
 import io
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 from gemmscope.document.model import Document
-from gemmscope.document.table import Cell, Table
+from gemmscope.document.table import Table
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.text import csv_cell
 
 
 def csv_text(document: Document) -> str:
     """The CSV file of a document."""
-    tables = document.tables()
-    names = dict.fromkeys(name for table in tables for name in _columns(table))
+    tables = [(table, columns(table, empty="")) for table in document.tables()]
+    names = dict.fromkeys(name for _, own in tables for name in own)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(csv_cell, ["table", "title", *names]))
-    for table in tables:
-        for row in table.rows:
-            values = dict(_values(table, row))
-            writer.writerow(
-                [
-                    csv_cell(cell) if isinstance(cell, str) else cell
-                    for cell in [table.name, table.title, *(values.get(name, "") for name in names)]
-                ]
-            )
+    for table, own in tables:
+        for place in range(len(table.rows)):
+            values = [table.name, table.title, *(own[name][place] if name in own else "" for name in names)]
+            writer.writerow([csv_cell(value) if isinstance(value, str) else value for value in values])
     return out.getvalue()
-
-
-def _columns(table: Table) -> Iterator[str]:
-    for index, column in enumerate(table.columns):
-        yield column.plain
-        if any(row[index].low is not None or row[index].high is not None for row in table.rows):
-            yield from (f"{column.plain} low", f"{column.plain} high")
-
-
-def _values(table: Table, row: tuple[Cell, ...]) -> Iterator[tuple[str, object]]:
-    """The values of a row by column: numbers are not rounded, and a dash becomes empty text."""
-    for column, cell in zip(table.columns, row, strict=True):
-        if cell.value is not None and column.numeric:
-            yield column.plain, int(cell.value) if float(cell.value).is_integer() else cell.value
-        else:
-            yield column.plain, "" if cell.text == "-" else cell.text
-        if cell.low is not None:
-            yield f"{column.plain} low", cell.low
-        if cell.high is not None:
-            yield f"{column.plain} high", cell.high
 
 
 def frame(document: Document, name: str = "") -> Any:
@@ -80,21 +54,25 @@ def _tables(document: Document) -> dict[str, Table]:
     return {table.name: table for table in (*([document.summary] if document.summary is not None else []), *document.tables())}
 
 
-def columns(table: Table) -> dict[str, list[Any]]:
+def columns(table: Table, *, empty: str | None = None) -> dict[str, list[Any]]:
     """Names and values. Numbers are plain; one with an interval has two more columns, `NAME low` and `NAME high`.
 
-    A cell without a number is None in a column of numbers, even if its text says why.
+    A cell without a number is None in a column of numbers, even if its text says why; with `empty`, it is this text, or its own.
     """
     result: dict[str, list[Any]] = {}
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in table.rows]
-        if not column.numeric or not any(cell.value is not None for cell in cells):
-            result[column.plain] = [cell.text if cell.text != "-" else None for cell in cells]
-            continue
-        result[column.plain] = _whole([cell.value for cell in cells])
+        texts = [cell.text if cell.text != "-" else empty for cell in cells]
+        numbers = column.numeric and any(cell.value is not None for cell in cells)
+        values = [cell.value for cell in cells]
+        pairs = zip(values, texts, strict=True)
+        if numbers and empty is not None:
+            result[column.plain] = [_whole([value])[0] if value is not None else text for value, text in pairs]
+        else:
+            result[column.plain] = _whole(values) if numbers else texts
         if any(cell.low is not None or cell.high is not None for cell in cells):
-            result[f"{column.plain} low"] = [cell.low for cell in cells]
-            result[f"{column.plain} high"] = [cell.high for cell in cells]
+            result[f"{column.plain} low"] = [empty if cell.low is None else cell.low for cell in cells]
+            result[f"{column.plain} high"] = [empty if cell.high is None else cell.high for cell in cells]
     return result
 
 
