@@ -57,7 +57,7 @@ def differences(tab: Tab) -> list[str]:
     code, printed = forecast(shown["command"])
     if not shown["rows"]:
         return [] if code == 2 else [f"{shown['command']}: the page says {shown['answer']!r}"]
-    lines = [line.split("  ") for line in printed.splitlines()]
+    lines = [line.removesuffix(" ←").split("  ") for line in printed.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     wrong = [f"{shown['command']}: {row}" for row in shown["rows"] if row not in cells]
     answered = " ".join(shown["answer"].split()) in " ".join(printed.split())
