@@ -95,6 +95,19 @@ def did_you_mean(given: str, known: Iterable[str], how_many: int = 3) -> str:
     return f"did you mean {' or '.join(similar)}? " if similar else ""
 
 
+def reject(*checks: tuple[object, str, str]) -> None:
+    """A `UserError` for the first of these that is wrong: its message, and what to do instead.
+
+    >>> reject((0, "no", ""), (2 > 1, "two is more than one", "give less"))
+    Traceback (most recent call last):
+    gemmscope.errors.UserError: two is more than one
+    give less
+    """
+    for wrong, message, hint in checks:
+        if wrong:
+            raise UserError(message, hint)
+
+
 def no_option(function: str, name: str, known: Sequence[str]) -> UserError:
     """The error for a keyword that a function of the Python API does not have: it lists those that it has."""
     return UserError(f"{function} has no option {name}", f"{did_you_mean(name, known, 1)}options: {', '.join(known)}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from gemmscope.choices import TIMINGS
 from gemmscope.engine.rule import StoppingRule, check_limits
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.options.measuring import MeasuringOptions, TimingOptions
 from gemmscope.options.values import Shape
 from gemmscope.recipe.frameworks import backends
@@ -30,7 +30,7 @@ def check_timing(options: TimingOptions) -> None:
         raise UserError(f"{option('timing')} {shown(options.timing)} is not known", f"it can be {' or '.join(TIMINGS)}")
     check_limits(*limits(options))
     iterations, warmup, seconds = options.num_iters, options.num_warmup, options.gpu_warmup
-    for wrong, message, hint in (
+    reject(
         (
             iterations is not None and iterations < 1,
             f"{option('num_iters', iterations)} measures nothing",
@@ -46,9 +46,7 @@ def check_timing(options: TimingOptions) -> None:
             f"{option('gpu_warmup', f'{seconds or 0:g}')} is invalid",
             "it is a number of seconds, 0 for none",
         ),
-    ):
-        if wrong:
-            raise UserError(message, hint)
+    )
 
 
 def limits(options: MeasuringOptions, precision: float = 0.01, time_limit: float = 120.0) -> tuple[float, float]:
@@ -98,13 +96,9 @@ def check_te_benchmark(*, model: bool, cache_weights: bool) -> None:
     """A `UserError` for what does not go together with counting as Transformer Engine's script does. `model`: not bare
     GEMMs."""
     name = option("as_te_benchmark")
-    if not model:
-        raise UserError(
-            f"{name} applies to the linears of a model; bare GEMMs are already single forward calls", f"remove {name}"
-        )
-    if cache_weights:
-        problem = f"{name} quantizes the weight in every call, but {option('cache_weights')} never does"
-        raise UserError(problem, "use only one of them")
+    bare = f"{name} applies to the linears of a model; bare GEMMs are already single forward calls"
+    cached = f"{name} quantizes the weight in every call, but {option('cache_weights')} never does"
+    reject((not model, bare, f"remove {name}"), (cache_weights, cached, "use only one of them"))
 
 
 def check_bare(shapes: Sequence[Shape] | None, *, model: bool) -> None:
@@ -120,7 +114,6 @@ def check_shape(shape: Shape) -> None:
     if len(shape) != 3 or not all(isinstance(side, Integral) for side in shape):
         raise UserError(f"{shown(shape)} is not a shape: it must be three sizes", "for example (8192, 4096, 14336)")
     written = "x".join(map(str, shape))
-    if min(shape) < 1:
-        raise UserError(f"{written} is not a shape: every size must be at least 1", "for example 8192x4096x14336")
-    if max(shape) > LARGEST_SIZE:
-        raise UserError(f"{shown(written)} is too large: a size can be at most {LARGEST_SIZE}", "for example 8192x4096x14336")
+    large, example = f"{shown(written)} is too large: a size can be at most {LARGEST_SIZE}", "for example 8192x4096x14336"
+    small = f"{written} is not a shape: every size must be at least 1"
+    reject((min(shape) < 1, small, example), (max(shape) > LARGEST_SIZE, large, example))

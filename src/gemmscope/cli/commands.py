@@ -28,7 +28,7 @@ from gemmscope.cli.output import (
     typed_command,
     write,
 )
-from gemmscope.errors import UserError, in_shell, option, shown
+from gemmscope.errors import UserError, in_shell, option, reject, shown
 from gemmscope.options.estimating import ExploreOptions, ForecastOptions, NumericsOptions, PlanOptions, ShapesOptions
 from gemmscope.options.job import ClusterOptions, ModelOptions, RunOptions
 from gemmscope.options.measuring import (
@@ -149,7 +149,7 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
     others = [*named, *[name for name in options.about_model() if name != "cache_weights"], *(["sweep"] if options.sweep else [])]
     applies = f"{option('library')} applies only to {option('gemms')}: a model is forecast with the library that training uses"
     both = f"{option('shapes')} forecasts bare GEMMs, but {_listed(others)} applies to a model"
-    _reject((options.library is not None, applies, "remove it"), (options.shapes is not None and others, both, ONE_OF_THEM))
+    reject((options.library is not None, applies, "remove it"), (options.shapes is not None and others, both, ONE_OF_THEM))
     context = outputs.context([*model.files(), options.mix, options.measured])
     _explain_no_fp8(options, options.gpu)
     given_gpus = {"gpus": options.gpus} if options.gpus is not None else {}
@@ -219,9 +219,8 @@ def explain(options: ExplainOptions, model: ModelOptions, run: RunOptions, outpu
 
 def trace_me(options: TraceMeOptions) -> int:
     """Print the lines that record a trace from your own training loop."""
-    if options.kind not in KINDS:
-        message = f"{option('kind')} must be {', '.join(KINDS)}, got {shown(options.kind)}"
-        raise UserError(message, f"for example {option('kind', 'loop')}")
+    message = f"{option('kind')} must be {', '.join(KINDS)}, got {shown(options.kind)}"
+    reject((options.kind not in KINDS, message, f"for example {option('kind', 'loop')}"))
     lines = files("gemmscope.cli").joinpath(f"templates/trace_me_{options.kind}.txt").read_text(encoding="utf-8")
     write("-", f"{lines}\n# then: gemmscope explain step.json.gz\n")
     return 0
@@ -296,13 +295,6 @@ def _one_thread() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def _reject(*checks: tuple[object, str, str]) -> None:
-    """A `UserError` for the first of these that is wrong: its message, and what to do."""
-    for wrong, message, hint in checks:
-        if wrong:
-            raise UserError(message, hint)
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(option, names))
 
@@ -311,13 +303,13 @@ def _check_model_named(model: ModelOptions, run: RunOptions) -> None:
     """A `UserError` for options of a run without a model."""
     message = f"{_listed(run.given())}: these options need a model, but none is given"
     hint = f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them"
-    _reject((run.given() and not model.given(), message, hint))
+    reject((run.given() and not model.given(), message, hint))
 
 
 def _check_bare(shapes: Sequence[Shape] | None, named: Sequence[str]) -> None:
     """A `UserError` for bare GEMMs and a model at once."""
     message = f"{option('shapes')} measures bare GEMMs, but {_listed(named)} describes a model"
-    _reject((named and shapes is not None, message, f"remove {option('shapes')}, or use it without them"))
+    reject((named and shapes is not None, message, f"remove {option('shapes')}, or use it without them"))
 
 
 def _explain_no_fp8(options: RecipeOptions, gpus: Sequence[str] | None = None) -> None:
@@ -347,7 +339,7 @@ def _check_sweep(options: MeasuringOptions) -> None:
 def _check_alone(sweep: SweepOptions) -> None:
     """A `UserError` for options that only a sweep supports."""
     message = f"{option('ray')} spreads many measurements over a cluster, but this is a single one"
-    _reject((sweep.ray is not None, message, f"add {option('sweep')}, or measure every GPU with gemmscope fleet"))
+    reject((sweep.ray is not None, message, f"add {option('sweep')}, or measure every GPU with gemmscope fleet"))
 
 
 def _swept(
@@ -380,7 +372,7 @@ def _bench_sweep(
             )
         return commands.sweep.bench_sweep(model.given(), run.given(), options, sweep, context)
     many = f"{option('sweep')} varies m, k or n of one GEMM, but {option('shapes')} gives {len(shapes) or 'many'}"
-    _reject(
+    reject(
         (named, f"{option('shapes')} is a bare GEMM, but {_listed(named)} describes a model", ONE_OF_THEM),
         (len(shapes) != 1, many, f"give one: {option('shapes', '8192x4096x14336')} {option('sweep', 'm=1k:16k:1k')}"),
     )
@@ -392,7 +384,7 @@ def _to_profile(options: BenchOptions, *, named: bool) -> BenchOptions:
     if not options.profile:
         raise UserError("--profile-shape selects what --profile runs", "add --profile, or use --shapes to measure")
     if named:
-        _reject((options.profile_shape is not None, "--profile runs a model or --profile-shape, not both", ONE_OF_THEM))
+        reject((options.profile_shape is not None, "--profile runs a model or --profile-shape, not both", ONE_OF_THEM))
         return options
     chosen = PROFILE_SHAPE if options.profile_shape is None else options.profile_shape
     one = shape(chosen)
@@ -435,7 +427,7 @@ def _own_gpu(
     """One of the processes that srun or torchrun started measures its own GPU."""
     started = f"{rank.by} started {'several' if rank.world is None else rank.world} processes"
     for_one = [*(["at_once"] if options.at_once is not None else []), *(["repeat"] if options.repeat > 1 else [])]
-    _reject(
+    reject(
         (
             options.folder is None,
             f"{started}, and each needs a folder for the run file of its GPU",
@@ -477,7 +469,7 @@ def _forecast_gemms(file: str, options: ForecastOptions, outputs: FigureOptions,
     named = [*named, *(name for name in ("shapes", "sweep") if getattr(options, name) is not None)]
     unused, alone = [*options.given_recipes(), *options.about_model()], f"{option('gemms')} forecasts single GEMMs"
     figure, csv_only = (outputs.output or "").lower().endswith(writers.FIGURE_ENDINGS), f"{option('gemms')} writes CSV only, not"
-    _reject(
+    reject(
         (named, f"{alone}, but {_listed(named)} describes a model", ONE_OF_THEM),
         (unused, f"{alone} in the formats of its file: {_listed(unused)} has no effect", "remove it"),
         (figure, f"{option('gemms')} draws no figure, but -o {shown(outputs.output)} names one", "for example -o times.csv"),

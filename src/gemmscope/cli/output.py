@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from gemmscope import commands, writers
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.files import descriptor, is_special, same_file
 from gemmscope.options.declare import Option, Options
 from gemmscope.say import say
@@ -178,11 +178,16 @@ def write(where: str | Path, content: str | bytes, save: Callable[[str | Path, s
 
 def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
     """Reject output paths that cannot be written, or that would overwrite an input file, before long work. Nothing is created."""
-    if empty := [option(name) for name, where in named.items() if not where]:
-        raise UserError(f"{empty[0]} is empty", "name a file, or - for standard output")
-    if any(same_file(one, other) for one, other in combinations(named.values(), 2)):
-        listed = ", ".join(map(option, named))
-        raise UserError(f"two outputs go to the same place: {', '.join(named.values())}", f"give {listed} a path each")
+    empty = [option(name) for name, where in named.items() if not where]
+    places, paths = ", ".join(named.values()), f"give {', '.join(map(option, named))} a path each"
+    reject(
+        (empty, f"{', '.join(empty[:1])} is empty", "name a file, or - for standard output"),
+        (
+            any(same_file(one, other) for one, other in combinations(filter(None, named.values()), 2)),
+            f"two outputs go to the same place: {places}",
+            paths,
+        ),
+    )
     inputs = [path for path in reads if Path(path).is_file()]
     for name, where in named.items():
         if any(same_file(where, path) for path in inputs):

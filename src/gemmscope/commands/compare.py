@@ -6,7 +6,7 @@ from typing import cast
 
 from gemmscope.compare.fleets import compare_fleets
 from gemmscope.compare.runs import MeasuredResult, compare_runs
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, reject
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.fleet import FleetResult
@@ -24,13 +24,11 @@ def compare(
 
     `fail_if_slower`: the slowdown that is allowed, 0.03 for 3%; the result says whether it holds.
     """
-    if len(runs) < 2:
-        raise UserError("compare needs at least two runs", "for example before.json and after.json")
-    if fail_if_slower is not None and not 0 <= fail_if_slower < 1:
-        raise UserError(
-            f"{option('fail_if_slower', fail_if_slower)} must be between 0 and 1, or a percentage such as 3%",
-            f"for example {option('fail_if_slower', '0.03')}",
-        )
+    wide = f"{option('fail_if_slower', fail_if_slower)} must be between 0 and 1, or a percentage such as 3%"
+    reject(
+        (len(runs) < 2, "compare needs at least two runs", "for example before.json and after.json"),
+        (fail_if_slower is not None and not 0 <= fail_if_slower < 1, wide, f"for example {option('fail_if_slower', '0.03')}"),
+    )
     names = [str(run) if isinstance(run, (str, Path)) else f"run {number}" for number, run in enumerate(runs, start=1)]
     results = [_measured(run, name) for run, name in zip(runs, names, strict=True)]
     kind = results[0].kind

@@ -14,7 +14,7 @@ from gemmscope.bench.timing import check_bare, check_timing
 from gemmscope.commands.bench import run_bench
 from gemmscope.commands.step import run_step
 from gemmscope.engine.journal import fingerprint
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.fleet.gather import fleet_result, read_runs
 from gemmscope.fleet.measured import MeasuredFleet, Measurement, file_name
 from gemmscope.fleet.rule import rule_data
@@ -176,13 +176,12 @@ def _is_complete(file: Path, mark: str) -> bool:
 
 def check_rule(repeat: int, tolerance: float) -> None:
     """A `UserError` for an invalid number."""
-    if not 1 <= repeat <= MOST_REPEATS:
-        raise UserError(f"{option('repeat', repeat)} must be between 1 and {MOST_REPEATS}", f"for example {option('repeat', 3)}")
-    if not 0 <= tolerance < 1:
-        raise UserError(
-            f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%",
-            f"for example {option('tolerance', '0.02')}",
-        )
+    many = f"{option('repeat', repeat)} must be between 1 and {MOST_REPEATS}"
+    wide = f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%"
+    reject(
+        (not 1 <= repeat <= MOST_REPEATS, many, f"for example {option('repeat', 3)}"),
+        (not 0 <= tolerance < 1, wide, f"for example {option('tolerance', '0.02')}"),
+    )
 
 
 def _create_folder(folder: str | Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gemmscope.choices import SWITCHES, SYNTHETIC_KINDS, Switch
 from gemmscope.commands.forecast import forecast
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
@@ -176,17 +176,16 @@ def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
 
 
 def _check(bound: float | None, device: str, seed: int) -> None:
-    if bound is not None and not (isinstance(bound, (int, float)) and isfinite(bound) and 0 < bound < 1):
-        raise UserError(f"{option('bound')} must be between 0 and 1, not {shown(bound)}", f"for example {option('bound', 0.05)}")
-    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
-        limits = f"a whole number between 0 and {LARGEST_SEED}"
-        raise UserError(f"{option('seed')} must be {limits}, not {shown(seed)}", f"for example {option('seed', 0)}")
-    if device != "cpu" and device.split(":")[0] != "cuda":
-        raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda")
-    if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            "torch is needed to compute errors, but it is not installed", "pip install torch, in gemmscope's environment"
-        )
+    wide = bound is not None and not (isinstance(bound, (int, float)) and isfinite(bound) and 0 < bound < 1)
+    limits, valid = f"a whole number between 0 and {LARGEST_SEED}", isinstance(seed, int) and 0 <= seed <= LARGEST_SEED
+    unknown, without = device != "cpu" and device.split(":")[0] != "cuda", importlib.util.find_spec("torch") is None
+    need = "torch is needed to compute errors, but it is not installed"
+    reject(
+        (wide, f"{option('bound')} must be between 0 and 1, not {shown(bound)}", f"for example {option('bound', 0.05)}"),
+        (not valid, f"{option('seed')} must be {limits}, not {shown(seed)}", f"for example {option('seed', 0)}"),
+        (unknown, f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda"),
+        (without, need, "pip install torch, in gemmscope's environment"),
+    )
 
 
 def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:

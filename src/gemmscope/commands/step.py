@@ -8,7 +8,7 @@ from gemmscope.bench.findings import state_findings
 from gemmscope.bench.timing import limits
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.rule import StoppingRule, check_limits
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, reject
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import environment
@@ -128,10 +128,11 @@ def _check_arguments(job: ModelRun, options: StepOptions, budget: Budget | None)
 
 
 def _check_backend(backend: str, *, cuda_graphs: bool) -> None:
-    if backend == "torch":
-        raise UserError("PyTorch itself has no low-precision layers for training", "install transformer_engine or torchao")
-    if cuda_graphs and backend in CANNOT_CAPTURE:
-        raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
+    none, graphs = "PyTorch itself has no low-precision layers for training", option("cuda_graphs")
+    reject(
+        (backend == "torch", none, "install transformer_engine or torchao"),
+        (cuda_graphs and backend in CANNOT_CAPTURE, f"{graphs} needs a GPU", f"remove {graphs}"),
+    )
 
 
 def _mixes(asked: MixRequest | None, choice: Choice, subject: RankWorkload, *, live: bool) -> Mixes:

@@ -241,27 +241,13 @@ def points_table(sweep: GpuSweep) -> Table:
 
 
 def break_even_table(sweep: GpuSweep) -> Table:
-    """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
-    a row for all values with the same answer."""
-    title, name, one = about_sweep(sweep, "break-even"), f"break_even {mode_of(sweep)}", len(sweep.sizes) == 1
+    """Where each recipe becomes faster than BF16: for two sizes, a row for all values of the second one with the same answer."""
     groups = grouped(((edge.recipe, edge.since), str(edge.at)) for edge in sweep.break_even)
-    begins = {(edge.recipe, str(edge.at)): "nowhere" if edge.since is None else edge.since for edge in sweep.break_even}
-    places = list(dict.fromkeys(at for _, at in begins))
-    if one or len(places) > MOST_ACROSS:
-        return table(
-            name,
-            title,
-            groups.items(),
-            Column("Recipe", lambda group: group[0][0]),
-            Column(f"From {sweep.sizes[0]}", lambda group: "nowhere" if group[0][1] is None else group[0][1], "d"),
-            Column(f"At {sweep.sizes[-1]}", lambda group: ", ".join(group[1]), when=not one),
-        )
-
     return table(
-        name,
-        title,
-        dict.fromkeys(recipe for recipe, _ in begins),
-        Column[str]("Recipe", str),
-        *across(places, lambda name, at: begins.get((name, at)), "d"),
-        note=phrase("sweep-break-even", down=sweep.sizes[0], across=sweep.sizes[1]),
+        f"break_even {mode_of(sweep)}",
+        about_sweep(sweep, "break-even"),
+        groups.items(),
+        Column("Recipe", lambda group: group[0][0]),
+        Column(f"From {sweep.sizes[0]}", lambda group: "nowhere" if group[0][1] is None else group[0][1], "d"),
+        Column(f"At {sweep.sizes[-1]}", lambda group: ", ".join(group[1]), when=len(sweep.sizes) > 1),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemmscope.choices import ClockState
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, library_and_version, model
@@ -84,12 +84,12 @@ def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
             rows.append(GemmRow(where, {str(key): value or "" for key, value in row.items()}))
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: {error}", HINT) from None
-    if twice := [name for name in lowered if lowered.count(name) > 1]:
-        raise UserError(f"{path} has the column {shown(twice[0])} twice", HINT)
-    if missing := [name for name in REQUIRED if name not in lowered]:
-        raise UserError(f"{path} has no column {', '.join(missing)}", HINT)
-    if not rows:
-        raise UserError(f"{path} has no GEMMs below its first line", HINT)
+    twice, missing = [name for name in lowered if lowered.count(name) > 1], [name for name in REQUIRED if name not in lowered]
+    reject(
+        (twice, f"{path} has the column {''.join(map(shown, twice[:1]))} twice", HINT),
+        (missing, f"{path} has no column {', '.join(missing)}", HINT),
+        (not rows, f"{path} has no GEMMs below its first line", HINT),
+    )
     return columns, rows
 
 

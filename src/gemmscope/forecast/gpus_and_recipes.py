@@ -6,7 +6,7 @@ from typing import Any
 
 from gemmscope.bench.choose import named_recipes
 from gemmscope.choices import CLOCK_STATES, ClockState
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.communication import network_facts
 from gemmscope.forecast.gemm import model
@@ -38,16 +38,13 @@ def _described(file: str) -> GpuSpec:
     """The GPU that a TOML file of the user describes. Its architecture must be known, and a GPU with measured collectives."""
     hint = 'a GPU file has facts such as like = "h100" and bandwidth_tbps = 2.4'
     spec = described(parse_toml(read_text(file, LIMITS["gpu"]["bytes"], hint)), Path(file).stem.lower())
-    if spec.architecture not in architectures():
-        raise UserError(f"{file}: compute capability {spec.architecture} is not known", f"known: {', '.join(architectures())}")
-    if spec.collectives_of not in (able := [chip.collectives_of for chip in gpus().values()]):
-        raise UserError(
-            f"{file} lacks collectives_of: a GPU whose collectives were measured", f"one of {', '.join(sorted(set(able)))}"
-        )
-    if spec.network not in network_facts()["networks"]:
-        raise UserError(
-            f"{file}: {shown(spec.network)} is not a known network", f"known: {', '.join(network_facts()['networks'])}"
-        )
+    able, networks = sorted({chip.collectives_of for chip in gpus().values()}), network_facts()["networks"]
+    unknown, lacks = f"{file}: compute capability {spec.architecture} is not known", f"{file} lacks collectives_of"
+    reject(
+        (spec.architecture not in architectures(), unknown, f"known: {', '.join(architectures())}"),
+        (spec.collectives_of not in able, f"{lacks}: a GPU whose collectives were measured", f"one of {', '.join(able)}"),
+        (spec.network not in networks, f"{file}: {shown(spec.network)} is not a known network", f"known: {', '.join(networks)}"),
+    )
     return spec
 
 

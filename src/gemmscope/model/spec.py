@@ -16,7 +16,7 @@ from math import gcd
 from typing import Annotated, Any, Literal
 
 from gemmscope.choices import RECOMPUTE, STATE_PRECISIONS, Recompute, StatePrecision
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
@@ -279,18 +279,20 @@ class RunSpec(Checked):
         for name in self.recompute_modules:
             if name not in (known := (*recomputed_facts()["modules"], EVERY_SECOND)):
                 raise UserError(f"{option('recompute_modules')} has no {shown(name)}", f"it knows {', '.join(known)}")
-        if self.lora_linears and self.lora is None:
-            raise UserError(f"{option('lora_linears')} says where adapters are, but there are none", f"add {option('lora', 16)}")
-        if not 0.0 <= self.recompute_share <= 1.0:
-            raise UserError(
+        adapters = f"{option('lora_linears')} says where adapters are, but there are none"
+        reject(
+            (self.lora_linears and self.lora is None, adapters, f"add {option('lora', 16)}"),
+            (
+                not 0.0 <= self.recompute_share <= 1.0,
                 f"{option('recompute_share')} must be from 0 to 1, not {shown(self.recompute_share)}",
                 "it is the share of the layers that are recomputed: 0.5 for every second one",
-            )
-        if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
-            raise UserError(
+            ),
+            (
+                not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"),
                 f"{option('imbalance')} must be at least 1, not {shown(self.imbalance)}",
                 "it is the load of the busiest expert over the average: from 1 (balanced) to the number of experts",
-            )
+            ),
+        )
 
     @property
     def expert_tp(self) -> int:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import isinf
 from typing import Any
 
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.toml import load_data
 
 Shape = tuple[int, int, int]
@@ -142,10 +142,8 @@ def bare_shapes(text: str) -> list[Shape]:
     if text.strip().lower() == "default":
         return []
     parts = [part.strip() for part in text.split(",")]
-    if not any(parts):
-        raise UserError("--shapes is empty", SHAPE_HINT)
-    if len(parts) > MOST_SHAPES:
-        raise UserError(f"--shapes names {len(parts)} shapes, more than {MOST_SHAPES}", "name fewer")
+    many = f"--shapes names {len(parts)} shapes, more than {MOST_SHAPES}"
+    reject((not any(parts), "--shapes is empty", SHAPE_HINT), (len(parts) > MOST_SHAPES, many, "name fewer"))
     return [shape(part) for part in parts if part]
 
 
@@ -192,12 +190,12 @@ def axis(text: str) -> tuple[str, Sequence[int]]:
     if not is_range:
         return name, numbers
     first, last, step = numbers
-    if step == 0:
-        raise UserError(f"--sweep {shown(text)} has a step of zero", SWEEP_HINT)
-    if first > last:
-        raise UserError(f"--sweep {shown(text)} ends before it begins", f"swap the ends: {name}={last}:{first}:{step}")
-    if (last - first) // step >= MOST_VALUES:
-        raise UserError(f"--sweep {shown(text)} has more than {MOST_VALUES} values", "take larger steps")
+    given = f"--sweep {shown(text)}"
+    reject(
+        (step == 0, f"{given} has a step of zero", SWEEP_HINT),
+        (first > last, f"{given} ends before it begins", f"swap the ends: {name}={last}:{first}:{step}"),
+        (last - first >= MOST_VALUES * step, f"{given} has more than {MOST_VALUES} values", "take larger steps"),
+    )
     return name, range(first, last + 1, step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, reject
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
@@ -22,19 +22,22 @@ class Budget:
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= MOST_TOKENS:
-            tokens = option("tokens", f"{self.tokens:g}")
-            raise UserError(
-                f"{tokens} is not a number of tokens", f"from 1 to {MOST_TOKENS:g}, for example {option('tokens', '1e12')}"
-            )
-        if self.gpus < 1:
-            raise UserError(f"{option('gpus', self.gpus)} is invalid: it must be 1 or more", f"for example {option('gpus', 256)}")
-        if self.price is not None and not 0 <= self.price <= HIGHEST_PRICE:
-            price = option("price", f"{self.price:g}")
-            raise UserError(
-                f"{price} is not a price",
-                f"the price of one GPU-hour, from 0 to {HIGHEST_PRICE:g}, for example {option('price', 2.5)}",
-            )
+        tokens, price = option("tokens", f"{self.tokens:g}"), 0.0 if self.price is None else self.price
+        most, highest = f"from 1 to {MOST_TOKENS:g}", f"the price of one GPU-hour, from 0 to {HIGHEST_PRICE:g}"
+        few = f"{option('gpus', self.gpus)} is invalid: it must be 1 or more"
+        reject(
+            (
+                not 1 <= self.tokens <= MOST_TOKENS,
+                f"{tokens} is not a number of tokens",
+                f"{most}, for example {option('tokens', '1e12')}",
+            ),
+            (self.gpus < 1, few, f"for example {option('gpus', 256)}"),
+            (
+                not 0 <= price <= HIGHEST_PRICE,
+                f"{option('price', f'{price:g}')} is not a price",
+                f"{highest}, for example {option('price', 2.5)}",
+            ),
+        )
 
     @classmethod
     def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:

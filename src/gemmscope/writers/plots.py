@@ -58,7 +58,7 @@ def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) ->
             drawing.numbers(panel.yaxis)
         drawing.grid(panel)
         below = textwrap.fill(chart.note, int(panel_in * 13)) if chart.note else ""
-        scale = " (log scale)" * _is_log(chart)
+        scale = " (log scale)" if positions(chart.places)[2] and chart.limit is None else ""
         panel.set_xlabel(f"{chart.axis}{scale}\n{below}".strip(), fontsize=NORMAL)
         if place % columns == 0:
             panel.set_ylabel("speedup over BF16" if speedups else chart.unit, fontsize=NORMAL)
@@ -68,23 +68,18 @@ def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) ->
     drawing.legend(figure, _curve_handles(charts), width_in)
 
 
-def positions(places: Sequence[str]) -> tuple[list[float], bool]:
-    """The positions of sizes or names along an axis, and whether they are sizes. Sizes are on a log2 axis if they double,
-    else on a linear one; names are at equal distances.
+def positions(places: Sequence[str]) -> tuple[list[float], bool, bool]:
+    """The positions of sizes or names along an axis, whether they are sizes, and whether the axis is logarithmic: that of sizes
+    that double. Other sizes are on a linear one; names are at equal distances.
 
     >>> positions(["1024", "2048", "4096"]), positions(["QKV", "MLP"])
-    (([10.0, 11.0, 12.0], True), ([0.0, 1.0], False))
+    (([10.0, 11.0, 12.0], True, True), ([0.0, 1.0], False, False))
     """
     values = [float(place) for place in places if place.isascii() and place.isdecimal() and 0 < len(place) < 18]
     if len(values) < len(places) or len(values) < 2 or min(values) <= 0:
-        return [float(place) for place in range(len(places))], False
+        return [float(place) for place in range(len(places))], False, False
     logs = [math.log2(value) for value in values]
-    return (logs, True) if _unevenness(logs) <= _unevenness(values) else (values, True)
-
-
-def _is_log(chart: CurveChart) -> bool:
-    where, numeric = positions(chart.places)
-    return numeric and chart.limit is None and len(where) > 2 and where != [float(place) for place in chart.places]
+    return (logs, True, len(logs) > 2) if _unevenness(logs) <= _unevenness(values) else (values, True, False)
 
 
 def _unevenness(places: Sequence[float]) -> float:
@@ -95,7 +90,7 @@ def _unevenness(places: Sequence[float]) -> float:
 
 def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
     places = chart.places
-    where, numeric = positions(places) if chart.limit is None else ([float(place) for place in places], True)
+    where, numeric, _ = positions(places) if chart.limit is None else ([float(place) for place in places], True, False)
     at = dict(zip(places, where, strict=True))
     span = max(where, default=0.0) - min(where, default=0.0) or 1.0
     many = len(places) > MOST_MARKERS

@@ -38,10 +38,10 @@ def frame(document: Document, name: str = "") -> Any:
         raise UserError(f"this {document.kind} result has no table")
     if not name:
         return _frame(next(iter(tables.values())))
-    titled = (table for table in tables.values() if name.lower() in table.title.lower())
-    if (found := tables.get(name) or next(titled, None)) is None:
+    titled = (one for one in tables.values() if name.lower() in one.title.lower())
+    if (table := tables.get(name) or next(titled, None)) is None:
         raise UserError(f"there is no table {shown(name)}", f"tables: {', '.join(closest(name, tables, cutoff=0.1) or tables)}")
-    return _frame(found)
+    return _frame(table)
 
 
 def frames(document: Document) -> dict[str, Any]:
