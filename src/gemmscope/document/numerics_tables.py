@@ -326,6 +326,7 @@ def kept_table(result: NumericsResult, marked: str) -> Table:
     outside = [one for one in result.linears if one.layer is None and one.passes and one.recipe != BASELINE]
     rows = list(grouped(((one.recipe, one.linear), one) for one in outside).values()) if result.layers else []
     return table(
+        "kept",
         f"{marked}What stays in BF16, were it quantized",
         rows,
         Column("Recipe", lambda own: own[0].recipe),
