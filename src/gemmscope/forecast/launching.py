@@ -58,9 +58,9 @@ class Launching:
         (10.0, 13.0)
         """
         launch_ms = self.launch_ms * slower
-        phases = sum(np.maximum(gpu_ms * phase.gpu, launch_ms * phase.launch * (1 - phase.ahead)) for phase in self.phases)
-        limit = np.maximum(phases, launch_ms - once_ms)
-        return limit if np.ndim(limit) else float(limit)
+        longer = max if isinstance(gpu_ms, float) and isinstance(slower, float) else np.maximum
+        phases = sum(longer(gpu_ms * phase.gpu, launch_ms * phase.launch * (1 - phase.ahead)) for phase in self.phases)
+        return longer(phases, launch_ms - once_ms)
 
 
 def of_layers(recipe: str, dense: float, experts: float, run: RunSpec, adapters: int = 0) -> tuple[float, float]:

@@ -99,8 +99,8 @@ class ModelMemory:
             layers = [block_memory(layer_ops(self.model, layer, plain), plain, width) for layer in self._kinds]
             embedding = block_memory(embedding_ops(self.model, plain), plain, width)
             head = block_memory(head_ops(self.model, plain), plain, width)
-            prediction = block_memory(prediction_ops(replace(self.model, prediction_layers=1), plain), plain, width)
-            known = self._blocks[key] = layers, embedding, head, prediction
+            one = prediction_ops(replace(self.model, prediction_layers=1), plain) if self.model.prediction_layers else ()
+            known = self._blocks[key] = layers, embedding, head, block_memory(one, plain, width)
         return known
 
     def _recomputed(self, run: RunSpec, plain: list[BlockMemory]) -> list[BlockMemory]:
