@@ -95,6 +95,15 @@ def test_small_adapters_do_not_keep_a_recipe_from_running(rank: int, recipes: st
     assert all(set(op.pass_ms) == {"fprop", "dgrad"} for op in result.gpus[0].linears.ops if op.op == "MLP Down")
 
 
+def test_the_table_of_linears_counts_the_input_of_an_adapter_once() -> None:
+    tables = [
+        {one.recipe: one.kept_bytes for one in gs.load("llama-3.2-1b").on(lora=lora).forecast("h200").gpus[0].linears.memory}
+        for lora in (None, 16)
+    ]
+    assert 0.95 < tables[1]["BF16"] / tables[0]["BF16"] < 1.05
+    assert tables[1]["FP8Current"] == tables[1]["BF16"], "adapters read BF16"
+
+
 def test_a_mix_keeps_as_many_layers_as_without_lora() -> None:
     name = mixed_name("FP8Current", KeptHigher("BF16", 1, 1))
     assert step(LORA).kept_share(name) == pytest.approx(step(RUN).kept_share(name), rel=0.01)

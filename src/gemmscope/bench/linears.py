@@ -38,10 +38,10 @@ def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine"
     elif facts.one_copy(capability):
         copy_bytes /= 2
     weights = sum(case.weights * case.count for case in cases)
-    inputs = sum(case.tokens * case.inputs * case.count for case in cases)
-    return Memory(
-        recipe=name, weights_bytes=weights * ELEMENT_BYTES, copies_bytes=weights * copy_bytes, kept_bytes=inputs * kept_bytes
-    )
+    reading = [case for case in cases if "wgrad" in case.passes or len(case.passes) == 1]  # a frozen linear keeps no input
+    inputs = sum(case.tokens * case.inputs * case.count * (kept_bytes if case.quantized else ELEMENT_BYTES) for case in reading)
+    copies = sum(case.weights * case.count * copy_bytes for case in cases if case.quantized)
+    return Memory(recipe=name, weights_bytes=weights * ELEMENT_BYTES, copies_bytes=copies, kept_bytes=inputs)
 
 
 def evidence(recipe: Recipe, pass_name: Pass, names: Sequence[str]) -> Evidence:
