@@ -104,6 +104,14 @@ def test_the_table_of_linears_counts_the_input_of_an_adapter_once() -> None:
     assert tables[1]["FP8Current"] == tables[1]["BF16"], "adapters read BF16"
 
 
+def test_a_plan_with_lora_needs_less_memory() -> None:
+    model, searched = gs.load("llama-3.2-1b"), {"gpus": 8, "global_batch": 8, "tp": 1, "recompute": "none", "recipes": "bf16"}
+    whole, lora = (model.plan("h200", **searched, **more) for more in ({}, {"lora": 8, "lora_linears": ["mlp"]}))
+    smallest = [min(layout.memory_gb for layout in result.points[0].layouts) for result in (whole, lora)]
+    assert smallest[1] < smallest[0]
+    assert "lora" in lora.command
+
+
 def test_a_mix_keeps_as_many_layers_as_without_lora() -> None:
     name = mixed_name("FP8Current", KeptHigher("BF16", 1, 1))
     assert step(LORA).kept_share(name) == pytest.approx(step(RUN).kept_share(name), rel=0.01)

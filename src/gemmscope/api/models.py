@@ -139,8 +139,6 @@ class Model:
         optimizer_state: Literal["bf16", "fp32"] | None = None,
         quantized_weights: bool | None = None,
         recompute: Literal["none", "selective", "full"] | None = None,
-        lora: int | str | None = None,
-        lora_linears: Sequence[str] | str | None = None,
         recompute_share: float | str | None = None,
         separate_projections: bool | None = None,
         tp: int | str | None = None,
@@ -153,6 +151,8 @@ class Model:
         ep: int | str | None = None,
         etp: int | str | None = None,
         imbalance: float | str | None = None,
+        lora: int | str | None = None,
+        lora_linears: Sequence[str] | str | None = None,
         tp_overlap: bool | None = None,
         dp_overlap: bool | None = None,
         ep_overlap: bool | None = None,
@@ -183,10 +183,6 @@ class Model:
                 quantized_model_init). [default: unknown]
             recompute: Recompute activations in the backward pass: of attention only (selective), or of whole layers (full).
                 [default: none]
-            lora: LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP. [default:
-                all weights are trained]
-            lora_linears: With lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An
-                unknown name lists all names. [default: all but experts and the output head]
             recompute_share: Share of the layers that full recomputation runs again: 0.5 for half of them. [default: 1]
             separate_projections: Run Q, K and V (and gate and up) as separate GEMMs, as Hugging Face does, or fused, as
                 Transformer Engine does. [default: fused-projections]
@@ -201,6 +197,10 @@ class Model:
             ep: Expert parallel size: the number of ranks that share the experts. [default: 1]
             etp: Tensor parallel size inside experts. [default: tp]
             imbalance: Load of the busiest expert relative to the average. [default: 1, balanced]
+            lora: LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP. [default:
+                all weights are trained]
+            lora_linears: With lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An
+                unknown name lists all names. [default: all but experts and the output head]
             tp_overlap: Overlap tensor parallel communication with GEMMs, chunk by chunk. [default: tp-overlap with sequence
                 parallelism]
             dp_overlap: Overlap the exchange of gradients and weights with the backward and forward pass. [default: dp-overlap]
@@ -247,6 +247,8 @@ class Model:
         etp: int | str | Sequence[int] | None = None,
         imbalance: float | str | None = None,
         zero: int | str | Sequence[int] | None = None,
+        lora: int | str | None = None,
+        lora_linears: Sequence[str] | str | None = None,
         tp_overlap: bool | None = None,
         dp_overlap: bool | None = None,
         ep_overlap: bool | None = None,
@@ -285,6 +287,10 @@ class Model:
             imbalance: Load of the busiest expert relative to the average. [default: 1, balanced]
             zero: Only these kinds of sharding across data parallel ranks: 1 shards the optimizer states, 2 also the gradients,
                 3 also the weights (FSDP). [default: searched: 1, 3]
+            lora: LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP. [default:
+                all weights are trained]
+            lora_linears: With lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An
+                unknown name lists all names. [default: all but experts and the output head]
             tp_overlap: Overlap tensor parallel communication with GEMMs, chunk by chunk. [default: tp-overlap with sequence
                 parallelism]
             dp_overlap: Overlap the exchange of gradients and weights with the backward and forward pass. [default: dp-overlap]

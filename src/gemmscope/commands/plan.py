@@ -48,7 +48,7 @@ WORTH_SAYING = 0.005  # of a step
 KINDS = {"context": "keys and values (context parallelism)", "stages": "activations between pipeline stages"}
 MOST_GPUS = 1 << 17
 MOST_DOUBLINGS = 10
-SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
+SETTINGS = ("lora", "lora_linears", "imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
 """Settings that all layouts of a plan share."""
 OF_FILE = (*SETTINGS, "vocab_multiple", "separate_projections", "sequence_parallel_linears")
 """Settings taken from the model's file: those that are not part of a layout."""
@@ -80,7 +80,8 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         named = {recipe(name).name for name in options.recipes}
         names = [name for name in names if name in named]
     of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
-    settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    settings = {name: value for name in SETTINGS if (value := getattr(options, name)) not in (None, ())}
+    settings |= {"lora_linears": tuple(settings["lora_linears"])} if "lora_linears" in settings else {}
     adjustment, calibration_findings = calibrated(chip.name)
     software = software_on(chip, options.stack, source.stack, names if options.recipes is not None else (), gpus=count)
     possible = {name: tuple(of) for name, of in stacks()[software.name].layouts.items()} if software.name in stacks() else {}

@@ -30,11 +30,11 @@ from gemmscope.document.sweep_tables import spread
 from gemmscope.document.table import grouped
 from gemmscope.model.spec import RunSpec
 from gemmscope.options.declare import options_of
-from gemmscope.options.job import ModelOptions, OverlapOptions, SystemOptions
+from gemmscope.options.job import LoraOptions, ModelOptions, OverlapOptions, SystemOptions
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
 MOST_PLACES = 14  # along the axis of memory
-KEPT = (*options_of(ModelOptions, SystemOptions, OverlapOptions), "imbalance", "state")
+KEPT = (*options_of(ModelOptions, LoraOptions, SystemOptions, OverlapOptions), "imbalance", "state")
 """The options of the command that the next one needs too."""
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from gemmscope.choices import RECOMPUTE, SWITCHES, ClockState, StatePrecision, SyntheticKind
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
-from gemmscope.options.job import OverlapOptions, SystemOptions
+from gemmscope.options.job import LoraOptions, OverlapOptions, SystemOptions
 from gemmscope.options.measuring import AXIS, KEEP_HIGHER, MIX, SHAPES_HELP, TOKENS, RecipeOptions
 from gemmscope.options.values import (
     Axes,
@@ -144,7 +144,7 @@ class ForecastOptions(RecipeOptions, SystemOptions):
         return [*modes, *super().of_one_run()]  # a sweep forecasts training steps
 
 
-class PlanSettings(OverlapOptions):
+class PlanSettings(LoraOptions, OverlapOptions):
     """Settings that all layouts of a plan share."""
 
     optimizer_state: Annotated[

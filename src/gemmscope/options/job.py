@@ -243,7 +243,36 @@ class SystemOptions(Options):
     nvlink_domain: Annotated[int | None, Option("Number of GPUs in one NVLink domain.", default="the GPU's usual size")] = None
 
 
-class ClusterOptions(RunOptions, OverlapOptions):
+class LoraOptions(Options):
+    """Which weights are trained."""
+
+    GROUP: ClassVar[str] = "Run"
+
+    lora: Annotated[
+        int | None,
+        Option(
+            "LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP.",
+            metavar="RANK",
+            default="all weights are trained",
+            group="Run",
+        ),
+    ] = None
+    lora_linears: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "With --lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An unknown name "
+            "lists all names.",
+            metavar="NAME,...",
+            parse=lambda text: tuple(lower_names(text)),
+            default="all but experts and the output head",
+            accepts="Sequence[str] | str | None",
+            group="Run",
+            after="lora",
+        ),
+    ] = None
+
+
+class ClusterOptions(RunOptions, LoraOptions, OverlapOptions):
     """The options of a run, and what happens between replicas of the model, for commands that know all GPUs."""
 
     GROUP: ClassVar[str] = "Parallelism"
@@ -287,29 +316,6 @@ class ClusterOptions(RunOptions, OverlapOptions):
             default="micro-batch size x gradient accumulation x dp",
             group="Run",
             after="gradient_accumulation",
-        ),
-    ] = None
-    lora: Annotated[
-        int | None,
-        Option(
-            "LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP.",
-            metavar="RANK",
-            default="all weights are trained",
-            group="Run",
-            after="recompute",
-        ),
-    ] = None
-    lora_linears: Annotated[
-        tuple[str, ...] | None,
-        Option(
-            "With --lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An unknown name "
-            "lists all names.",
-            metavar="NAME,...",
-            parse=lambda text: tuple(lower_names(text)),
-            default="all but experts and the output head",
-            accepts="Sequence[str] | str | None",
-            group="Run",
-            after="lora",
         ),
     ] = None
     optimizer_state: Annotated[
