@@ -98,6 +98,19 @@ def test_idle_time_has_one_owner(tmp_path: Path) -> None:
     assert idle["other stream"] == pytest.approx(1.0, abs=0.06)
 
 
+def test_nothing_is_promised_for_a_wait_that_the_trace_does_not_explain(tmp_path: Path) -> None:
+    """All work is launched early; in the middle of each step something that was not recorded holds it up for 500 us."""
+    builder = Builder()
+    for step in range(3):
+        base, called = 10_000.0 + 2500 * step, 1000.0 + 100 * step
+        builder.mark(f"ProfilerStep#{step}", called - 1, 99)
+        for number, begin in enumerate((0, 1500)):
+            builder.kernel(BF16, base + begin, 999.0, launched=called + number)
+    (cause,) = [cause for cause in builder.diagnose(tmp_path / "t.json").causes if cause.code == "streams"]
+    assert cause.speedup_without == pytest.approx(1.25, rel=0.02)
+    assert cause.speedup_range == pytest.approx((1.0, cause.speedup_without))
+
+
 def test_waiting_in_collectives_of_unlike_kinds(tmp_path: Path) -> None:
     """Kernels of unknown sizes: dispatch and combine have a shortest one each, layout ran once."""
     builder = steady(1)

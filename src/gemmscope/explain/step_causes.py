@@ -7,7 +7,7 @@ from itertools import groupby
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
-from gemmscope.explain.timeline import LATE, Gap, frames_of, lost_launches
+from gemmscope.explain.timeline import LATE, OTHER_STREAM, UNKNOWN_LAUNCH, Gap, frames_of, lost_launches
 from gemmscope.explain.trace_view import TITLES, TimedWork
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import add_up, grouped
@@ -26,7 +26,7 @@ SHORT_COLLECTIVE_US, MANY = 100.0, 20  # of one collective without a description
 # The cause that the owner of idle time makes
 OWNERS = {
     **{entry["name"]: entry["cause"] for entry in HOST_ACTIVITIES}, **dict.fromkeys(LATE, "host"),
-    "no launch for over 1 ms": "elsewhere", "other stream": "streams", "launch not recorded": "idle",
+    "no launch for over 1 ms": "elsewhere", OTHER_STREAM: "streams", UNKNOWN_LAUNCH: "idle",
 }  # fmt: skip
 MOST_SYNCS = 2  # per step: more are worth naming
 DILUTIONS = {

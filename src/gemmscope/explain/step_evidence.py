@@ -13,7 +13,7 @@ from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import WEIGHTS
 from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
-from gemmscope.explain.timeline import LATE, UNKNOWN_LAUNCH, Gap
+from gemmscope.explain.timeline import LATE, OTHER_STREAM, UNKNOWN_LAUNCH, Gap
 from gemmscope.explain.trace_view import HOST, TimedWork, TraceView
 from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding, finding
@@ -30,6 +30,7 @@ LESS, HOST_LIMIT = 0.6, 0.95
 # The same kernels took 8% longer on an H200 that was never idle than on one that was idle for half of the step, and attention 6%
 # less where the GEMMs around it ran in FP8 (tests/data/traces); `CHANGED`: from so much of the step that a fix gains
 CLOCKS, CHANGED = 0.08, 0.1
+RECORDED = (*LATE, UNKNOWN_LAUNCH)  # idle time that may be due to the recording
 SPREAD = 1.03  # of the least speedup: a smaller range is not shown
 GAINED = 1.005  # least speedup of a cause that is listed
 NAMED = 0.03  # of the step: causes that cost less are not reported
@@ -113,7 +114,7 @@ class StepEvidence:
         clock_ms = CLOCKS * min((1 - 1 / speedup) / CHANGED, 1.0) * (self.account.busy_ms - self.ms(work))
         if more_launches:
             low, high = max(low, self._host_ms + more_launches * self._launch_ms), high - clock_ms
-        elif self.recording.plain_ms is None and any(gap.why in (*LATE, UNKNOWN_LAUNCH) for gap in gaps):
+        elif any(gap.why == OTHER_STREAM or (gap.why in RECORDED and self.recording.plain_ms is None) for gap in gaps):
             low = step_ms
         else:
             low += clock_ms

@@ -33,7 +33,7 @@ LATE = ("late launch", "late launch after synchronization")
 HOST_IDLE = (
     *LATE, "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
 )  # fmt: skip
-UNKNOWN_LAUNCH = "launch not recorded"
+UNKNOWN_LAUNCH, OTHER_STREAM = "launch not recorded", "other stream"
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
 KERNEL_LAUNCH = re.compile("LaunchKernel|GraphLaunch|LaunchCooperative")
@@ -190,7 +190,7 @@ def _gaps(
         yield from _before_launch(trace, begin, launched, call, scope, host, over=until is None)
     if end > launched:
         short, begun = end - launched <= SHORT_US, until is not None and host.first_on_stream.get(until.stream) is until
-        yield Gap(launched, end, "between kernels" if short else NOT_RECORDED if begun else "other stream")
+        yield Gap(launched, end, "between kernels" if short else NOT_RECORDED if begun else OTHER_STREAM)
 
 
 def _before_launch(
