@@ -99,8 +99,9 @@ class MeasuredFleet:
         refused = [refusal for refusal in self.outcomes.refused if not refusal.gpus]
         findings += [finding("pool-places-refused", places=[place.name], reason=place.why) for place in refused]
         missing = grouped((reason(failure), place.name) for place, failure in self._failures() if place.key in self.measured)
-        for why, places in missing.items():
-            findings.append(finding("fleet-repeats-missing", places=list(dict.fromkeys(places)), reason=why))
+        findings += [
+            finding("fleet-repeats-missing", places=list(dict.fromkeys(places)), reason=why) for why, places in missing.items()
+        ]
         if self.outcomes.interrupted:
             findings.insert(0, finding("fleet-interrupted"))
         if self.folder is not None:

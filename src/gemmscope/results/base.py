@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic_core import PydanticSerializationError, to_json
 
 from gemmscope import __version__
@@ -28,8 +28,6 @@ Origin = Literal["measured", "forecast"]
 
 UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight", "host")
 """Settings of a measurement in which runs of the same thing may differ."""
-NUMBER = BeforeValidator(lambda value: Interval(float(value)) if isinstance(value, (int, float)) else value)
-"""Earlier run files have a number without an interval."""
 LONGEST_REPR = 160
 """The maximum length of the `repr` of a result, or of a part of one."""
 

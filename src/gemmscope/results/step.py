@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from gemmscope.choices import Compile, OptimizerName
 from gemmscope.findings import Finding
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import NUMBER, OneGpuResult, Origin, Part, Samples
+from gemmscope.results.base import OneGpuResult, Origin, Part, Samples
 from gemmscope.results.linears import Speedup, Winner
 
 
@@ -104,11 +104,11 @@ class StepTime(Part):
     pipeline stages; a measurement has one stage."""
     mfu: float | None = None
     """Model FLOPs utilization: model_tflops over the GPU's dense BF16 rate, in every precision."""
-    gpu_ms: Annotated[Interval | None, NUMBER, Field(validation_alias=AliasChoices("gpu_ms", "gpu_busy_ms"))] = None
+    gpu_ms: Interval | None = None
     """GPU time: the step where launches are never late."""
     gpu_speedup: Interval | None = None
     """Of the GPU time over that of BF16."""
-    launch_ms: Annotated[Interval | None, NUMBER, Field(alias="host_ms")] = None
+    launch_ms: Annotated[Interval | None, Field(alias="host_ms")] = None
     """Launch time: what the CPU takes to launch the step. In run files it has its first name, `host_ms`."""
     gpu_time_from: Literal["graph", "timely rounds", "kernels"] | None = None
     """How the GPU time of a measured step was measured: the step as a CUDA graph, the rounds in which the CPU launched early

@@ -5,13 +5,13 @@ A point is one configuration. All recipes of a measured point ran on the same GP
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from gemmscope.findings import Finding
 from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import NUMBER, ModelResult, Origin, Part
+from gemmscope.results.base import ModelResult, Origin, Part
 from gemmscope.results.linears import Winner
 
 Swept = Literal["training step", "linears", "GEMM"]
@@ -21,7 +21,7 @@ class SweepPoint(Part):
     """One configuration of a sweep."""
 
     values: dict[str, int]
-    baseline_step_ms: Annotated[Interval | None, NUMBER] = None
+    baseline_step_ms: Interval | None = None
     speedups: dict[str, Interval] = {}
     winner: Winner | None = None
     host_bound: tuple[str, ...] = ()
