@@ -127,8 +127,8 @@ def searched(question: Question) -> tuple[Search, Forecaster]:
 def same(run: RunSpec, layout: dict[str, Any]) -> bool:
     """Whether a run has the published layout; what is not known of that is any."""
     own = {name: getattr(run, name) for name in AXES} | {"zero": 3 if run.zero_stage == 3 else 1}
-    offloads = bool(run.offloaded_layers) and layout["recompute"] is not None
-    return not offloads and all(wanted in (None, own[name]) for name, wanted in layout.items())
+    others = (run.offloaded_layers or run.recompute_share < 1) and layout["recompute"] is not None
+    return not others and all(wanted in (None, own[name]) for name, wanted in layout.items())
 
 
 def described(run: RunSpec) -> str:
