@@ -43,7 +43,7 @@ def test_one_trace(run: Run, tmp_path: Path) -> None:
     assert sum(result.account.classes_ms.values()) == pytest.approx(result.account.step_ms)
     assert result.command.startswith("gemmscope explain ")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "e.csv").read_text())))
-    classes = {row["Class"]: float(row["ms per step"]) for row in rows if row["table"] == "By class of kernel"}
+    classes = {row["Class"]: float(row["ms per step"]) for row in rows if row["table"] == "classes"}
     assert classes.pop("total") == pytest.approx(result.account.step_ms)
     assert classes == pytest.approx(result.account.classes_ms)
     assert "| GEMM BF16 |" in (tmp_path / "e.md").read_text()
