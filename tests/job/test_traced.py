@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gemmscope.errors import UserError
+from gemmscope.job.rank_workload import linear_cases
 from gemmscope.workload.ops import Gemm
-from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.trace import ModuleTrace, as_workload
 from support.command import Run, run  # noqa: F401 (a fixture)
 
 COMMAND = "forecast --gpu h200 --micro-batch-size 1 --sequence-length 8 --config"
@@ -64,11 +65,10 @@ def test_where_to_write_a_similar_type(
     assert hint in outcome.err
 
 
-def test_a_note_about_linears_with_the_same_name_is_given_once(
-    run: Run,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Experts that run on different numbers of rows, for example."""
-    line = traced(monkeypatch, tmp_path, Gemm("expert", "fprop", 128, 256, 256), Gemm("expert", "fprop", 144, 256, 256))
-    assert run(f"{line} --detail").out.count("expert: the tables of linears include all three passes") == 1
+def test_a_note_about_linears_with_the_same_name_is_given_once() -> None:
+    """Experts that run on different numbers of rows, for example: all passes of each are measured, and forecast as they run."""
+    gemms = Gemm("expert", "fprop", 128, 256, 256), Gemm("expert", "fprop", 144, 256, 256)
+    workload = as_workload(ModuleTrace("Odd", 1, gemms, (), (), {}))
+    measured, forecast = linear_cases(workload), linear_cases(workload, as_run=True)
+    assert [(entry.code, entry.facts["op"]) for entry in measured.findings] == [("all-passes-measured", "expert")]
+    assert (forecast.findings, {case.passes for case in forecast.cases}) == ((), {("fprop",)})
