@@ -140,7 +140,13 @@ def test_a_probe_that_fails_costs_nothing_else(
     def fails() -> torch.Tensor:
         raise RuntimeError("no batch")
 
-    for probe, message in ((fails, "no batch"), (lambda: model(input_ids=batches[0]), "must return logits")):
+    other = torch.randn(2, 8)  # as where weights are sharded or compiled: none of them is seen
+    probes = {
+        "no batch": fails,
+        "must return logits": lambda: model(input_ids=batches[0]),
+        "none of the recorded weights": other.clone,
+    }
+    for message, probe in probes.items():
         with gemmscope.record_tensors(model, tmp_path / "r.safetensors", steps=1, after=0, probe=probe) as recording:
             model(input_ids=batches[0], labels=batches[0]).loss.backward()
             recording.step()

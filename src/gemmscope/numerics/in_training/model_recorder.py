@@ -100,7 +100,7 @@ class ModelRecorder:
             return ()
         say("gemmscope: probe: the forward pass that was given runs up to 25 times, without gradients")
         try:
-            layers = {key: linear.layer for key, linear in self._linears.items()}
+            layers = {key: linear.layer for key, linear in self._linears.items() if not linear.top_k}
             return tuple(measured_divergences(self._model, layers, self._settings["probe"]))
         except Exception as error:
             say(f"gemmscope: nothing was probed, the recording is complete: {in_a_line(error)}")

@@ -60,6 +60,8 @@ def measured_divergences(model: nn.Module, layers: Mapping[str, int | None], run
             chosen = [weights[path] for path, layer in inside.items() if number in (None, layer)]
             with QuantizedLinears(name, {address for own in chosen for address in own}) as mode:
                 changed = _predictions(run)
+            if not mode.seen:
+                raise UserError("none of the recorded weights ran in it: it cannot see sharded, compiled or fused linears")
             divergence = (exact.exp() * (exact - changed)).sum(-1).mean()
             yield ProbeFacts(recipe=name, layer=number, divergence=float(divergence), linears=mode.seen)
 
