@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.commands.numerics import chosen_recipes  # noqa: E402
+from gemmscope.document import document  # noqa: E402
 from gemmscope.errors import MissingFactError  # noqa: E402
 from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
@@ -217,3 +218,17 @@ def test_recipes_by_name_and_backend() -> None:
         chosen_recipes(None, "cpu")
     with refused_with_hint("recipes", hint=("MXFP8",)):
         chosen_recipes([], "")
+
+
+def test_later_recordings_of_the_same_training(recording: Path, tmp_path: Path) -> None:
+    later = write(tmp_path / "later.safetensors", {"l.0.a": (64, 100.0), "l.1.b": (40, 1.0), "l.2.c": (64, 1.0)})
+    result = run_numerics(recording, recipes=["MXFP8"], later=[str(later)])
+    first, second = result.moments
+    assert first.recipes[0].recipe == second.recipes[0].recipe == "MXFP8"
+    assert first.recipes == result.recipes
+    assert second.recipes == run_numerics(later, recipes=["MXFP8"]).recipes
+    assert second.octaves["X"] > first.octaves["X"], "an outlier"
+    (shown,) = (one for one in document(result).tables() if one.title == "Recordings of one training")
+    assert len(shown.rows) == 2
+    with refused("missing.safetensors"):
+        run_numerics(recording, later=[str(tmp_path / "missing.safetensors")])

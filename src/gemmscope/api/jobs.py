@@ -545,6 +545,7 @@ class Job(ModelRun):
         bound: float | str | None = None,
         depth: bool = False,
         recipes: Names | None = None,
+        later: Names | None = None,
         without: Names | None = None,
         backend: str | None = None,
         device: str | None = None,
@@ -565,6 +566,7 @@ class Job(ModelRun):
                 Needs transformers. A module always runs this way, without this flag.
             recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of
                 Transformer Engine]
+            later: Recordings of later steps of the same training, to show beside the first one.
             without: Show NVFP4 without its Hadamard transform (hadamard), without stochastic rounding (stochastic), or without
                 both.
             backend: Framework whose quantization to emulate, where frameworks differ. [default: the first that supports the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -14,10 +15,11 @@ from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, reject, shown
 from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
+from gemmscope.grouping import grouped
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
-from gemmscope.numerics.evaluation.error_table import completed
+from gemmscope.numerics.evaluation.error_table import completed, error_table, recipe_errors
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
     ComputedErrors,
@@ -36,7 +38,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.numerics import NumericsResult
+from gemmscope.results.numerics import Moment, NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.run_context import PLAIN, RunContext
@@ -64,6 +66,8 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
         depth=depth,
     )
     _check(options.bound, device, options.seed)
+    for path in options.later or ():
+        read_recording(path)
     speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, context.reporter)
@@ -80,9 +84,36 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
         )
         with damage_reported(*([speeds] if speeds is not None else [])):
             result = with_mix(result, speeds, options.bound, speed_gpu)
+        if options.later:
+            later = (_later(path, request, context.reporter) for path in options.later)
+            result = result.model_copy(update={"moments": tuple(map(_moment, (result, *later)))})
         if context.deliver is not None:
             context.deliver(result)
     return result
+
+
+def _later(path: str, request: ErrorsRequest, reporter: Reporter) -> NumericsResult:
+    """Another recording of the same training."""
+    source = TensorSource("recording", str(path))
+    computed = _computed(replace(request, source=source, depth=None), reporter)
+    linears = completed(computed.linears)
+    table = error_table(linears)
+    recipes = tuple(recipe_errors(linears, table)) if table is not None else ()
+    return computed.tensors.result.model_copy(update={"linears": tuple(linears), "recipes": recipes})
+
+
+def _moment(result: NumericsResult) -> Moment:
+    """A recording as one of several."""
+    spans = grouped(
+        (operand.tensor, operand.octaves)
+        for linear in result.counted
+        for one in linear.passes
+        for operand in one.operands
+        if operand.octaves is not None
+    )
+    octaves = {tensor: sum(values) / len(values) for tensor, values in spans.items()}
+    recipes = tuple(row.model_copy(update={"speedup": None, "rivals": ()}) for row in result.recipes)
+    return Moment(origin=result.origin, steps=result.steps, recipes=recipes, octaves=octaves)
 
 
 def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:

@@ -21,6 +21,7 @@ from gemmscope.document.numerics_tables import (
     loss_table,
     mix_name,
     mix_table,
+    moments_table,
     operand_table,
     probed_table,
     recipe_map,
@@ -286,6 +287,7 @@ def _sections(result: NumericsResult, marked: str) -> tuple[Section, ...]:
     return sections(
         {
             "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked), probed_table(result, marked)],
+            "Along the training": [moments_table(result, marked)],
             "Layers and linears": [*maps, worst_table(result, marked)],
             "Linears and passes": [
                 by_recipe,

@@ -412,6 +412,27 @@ def probed_table(result: NumericsResult, marked: str) -> Table:
     )
 
 
+def moments_table(result: NumericsResult, marked: str) -> Table:
+    """Every recipe in the first recording and in later ones."""
+    rows = [(moment, row) for moment in result.moments for row in moment.recipes if row.recipe != BASELINE]
+    return table(
+        "moments",
+        f"{marked}Recordings of one training",
+        sorted(rows, key=lambda pair: pair[1].recipe),
+        Column("Recipe", lambda pair: pair[1].recipe),
+        Column("Recording", lambda pair: pair[0].origin),
+        Column("Steps", lambda pair: units.steps(pair[0].steps)),
+        Column("Error", lambda pair: pair[1].error, "error"),
+        Column("Damage", lambda pair: pair[1].damage, ".2g"),
+        Column("Gradients", lambda pair: pair[1].gradient, "%"),
+        Column("Worst linear", lambda pair: pair[1].worst),
+        Column("Octaves of X", lambda pair: pair[0].octaves.get("X"), ".1f"),
+        Column("Octaves of dY", lambda pair: pair[0].octaves.get("dY"), ".1f"),
+        note=phrase("numerics-moments"),
+        sparse=True,
+    )
+
+
 def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
     """The error of the output of every layer, and of its gradient, with a recipe in all linears at once."""
     for title, values in (

@@ -382,6 +382,15 @@ class NumericsOptions(Options):
             default="all of Transformer Engine",
         ),
     ] = None
+    later: Annotated[
+        list[str] | None,
+        Option(
+            "Recordings of later steps of the same training, to show beside the first one.",
+            metavar="RECORDING,...",
+            parse=names,
+            accepts="Names | None",
+        ),
+    ] = None
     without: Annotated[
         list[str] | None,
         Option(

@@ -158,6 +158,16 @@ class RecipeError(Part):
     """Recipes whose speed is too close to call against this one's."""
 
 
+class Moment(Part):
+    """One recording of a training, to compare it with others."""
+
+    origin: str
+    steps: tuple[int, ...]
+    recipes: tuple[RecipeError, ...]
+    octaves: dict[TensorName, float] = {}
+    """Powers of two between the largest and the smallest value of a tensor, mean over the linears."""
+
+
 class StaleScale(Part):
     """Delayed scaling on recorded steps: how far a tensor grew above the scale of earlier steps."""
 
@@ -257,6 +267,8 @@ class NumericsResult(Result):
     linears: tuple[LinearError, ...] = ()
     stale: tuple[StaleScale, ...] = ()
     probed: tuple[ProbedDamage, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    """This recording and later ones, if there are any."""
     depth: tuple[DepthError, ...] = ()
     speed_origin: Origin | None = None
     speed_of: Literal["step", "linears"] | None = None
