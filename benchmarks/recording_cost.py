@@ -170,14 +170,14 @@ def exceeded(result: dict[str, Any]) -> list[str]:
     """The limits that a result exceeds."""
     ratio, total = max(result["recorded_ms"]) / result["step_ms"], sum(result["recorded_ms"]) / 1e3
     others = max(result[name][1] - 1 for name in ("before", "after"))  # surely slower
-    found = {
+    checks = {
         f"a recorded step takes {ratio:.1f} times a usual one": ratio > MOST_RATIO,
         f"recorded steps take {total:.1f} s": total > MOST_S,
         f"other steps take {others:.1%} longer": others > MOST_OTHERS,
         f"{result['more_bytes'] / 1e9:.1f} GB more memory": result["more_bytes"] > MOST_BYTES,
         "losses or weights differ": result["deterministic"] and not result["same"],
     }
-    return [text for text, true in found.items() if true]
+    return [text for text, true in checks.items() if true]
 
 
 def losses(given: argparse.Namespace, kind: str, path: Path | None) -> tuple[list[float], list[torch.Tensor]]:
