@@ -81,7 +81,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
                     *(_chart(result), classes_table(account), idle_table(account)),
                     *(steps_table(result.each_step), numbers_table(result), unknown_table(account.unknown)),
                 ],
-                "GEMMs": [gemms_table(account.gemms), gemm_shape_table(result)],
+                "GEMMs": [gemms_table(account), gemm_shape_table(result)],
                 "Why the step is not faster": [causes_table(result)],
                 "Comparisons": [*_waterfalls(result), *map(comparison_table, result.comparisons)],
                 "Attention": [attention_table(tables.attention)],

@@ -14,7 +14,6 @@ from gemmscope.results.explain import (
     ExplainResult,
     GemmShapeTotal,
     PartComparison,
-    PrecisionTotal,
     RankTime,
     StepAccount,
     StepComparison,
@@ -144,9 +143,10 @@ def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
 # --- GEMMs ----------------------------------------------------------------------------------------------------------------
 
 
-def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
+def gemms_table(account: StepAccount) -> Table:
     """The GEMMs of each precision."""
-    total = sum(row.flops for row in gemms)
+    gemms, total = account.gemms, sum(row.flops for row in account.gemms)
+    of_attention = sum(row.time_ms - account.classes_ms.get(f"GEMM {row.precision}", 0.0) for row in gemms)
     return table(
         "gemms_by_precision",
         "GEMMs by precision, per step",
@@ -157,6 +157,7 @@ def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
         Column("TFLOP", lambda row: row.flops / 1e12 if row.flops > 0 else None, ".2f"),
         Column("Share of FLOPs", lambda row: row.flops / total if all(one.flops for one in gemms) else None, "%"),
         Column("TFLOP/s", lambda row: row.tflops, ".0f"),
+        note=phrase("explain-gemms-of-attention", time=of_attention) if of_attention > UNKNOWN * account.busy_ms else "",
     )
 
 
