@@ -10,7 +10,7 @@ from gemmscope.document.model import Block, Document, Message, Section
 from gemmscope.document.palette import recipe_key, shapes
 from gemmscope.document.table import Table, grouped
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.units import slug, speedup
+from gemmscope.units import ratio, rounded, slug, speedup
 from gemmscope.writers.chart_data import ChartData
 
 LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
@@ -128,6 +128,7 @@ def rates_data(common: CommonBaseline) -> ChartData:
 
     def bar(time: ComparedTime, place: int) -> ChartData:
         rate = time.tokens_per_s if common.has_rates else time.over.value
+        plain = rounded(time.tokens_per_s or 0.0, time.time_ms.half_width)
         scaled = time.over.times((rate or 0.0) / time.over.value)
         return {
             "recipe": time.recipe,
@@ -135,9 +136,9 @@ def rates_data(common: CommonBaseline) -> ChartData:
             "value": rate,
             "low": scaled.low,
             "high": scaled.high,
-            "text": (f"{time.tokens_per_s:,.0f} · " if common.has_rates else "") + f"{time.over.value:.2f}x",
+            "text": (f"{plain} · " if common.has_rates else "") + ratio(time.over),
             "facts": [
-                *([[f"{common.unit}/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
+                *([[f"{common.unit}/s per GPU", plain]] if time.tokens_per_s is not None else []),
                 [f"speedup over {BASELINE} on {common.baseline}", speedup(time.over)],
                 ["time", f"{time.time_ms.value:,.2f} ms"],
             ],

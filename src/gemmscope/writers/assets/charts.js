@@ -314,9 +314,9 @@ const CHARTS = (() => {
       ...base(theme, plot),
       legend: { data: known, top: 0, left: 0, itemWidth: 26, itemGap: 14, textStyle: { color: theme.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 48, right: 12, top: speed ? 34 : 60, bottom: crowded ? 84 : 48, ...(width < 500 ? { top: 74 } : {}) },
-      xAxis: { ...(linear ? { type: "value", min: 0, max: Math.ceil(spec.limit), ...axis(theme) } : names(theme, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 })), name: spec.axis, nameLocation: "middle", nameGap: crowded && !linear ? 66 : 28 },
+      xAxis: { ...(linear ? { type: "value", min: 0, max: Math.ceil(spec.limit * 1.03), ...axis(theme), axisLabel: { ...axis(theme).axisLabel, showMaxLabel: false } } : names(theme, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 })), name: spec.axis, nameLocation: "middle", nameGap: crowded && !linear ? 66 : 28 },
       yAxis: speed ? speedups(spec, theme, 300) : { type: "value", min: spec.low, ...rounded(spec.high), name: spec.unit, nameGap: 12, ...axis(theme), nameTextStyle: { color: theme.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] } },
-      series: speed ? [...series, dashed(theme, "yAxis")] : series,
+      series: [...series, ...(speed ? [dashed(theme, "yAxis")] : []), ...(linear ? [dashed(theme, "xAxis", spec.limit)] : [])],
     };
   }
 
