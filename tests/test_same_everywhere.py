@@ -135,7 +135,7 @@ def test_every_writer_shows_the_same_words(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_writer_shows_the_same_rows(name: str) -> None:
     doc = told(name)
-    lines = [_plain(line) for line in terminal.text(doc, detail=True).splitlines()]
+    lines = [_plain(line.removesuffix(terminal.MARK)) for line in terminal.text(doc, detail=True).splitlines()]
     pipes = [
         tuple(
             _plain(re.sub(r"\\(.)", r"\1", cell)).removeprefix("**").removesuffix("**")
@@ -171,7 +171,7 @@ def test_csv_holds_every_table_unrounded(name: str) -> None:
 def _same(text: str, value: float | str) -> bool:
     if isinstance(value, str):
         return text == ("" if value == "-" else value)
-    return bool(text) and float(text) == value
+    return text not in ("", "nowhere") and float(text) == value
 
 
 @pytest.mark.parametrize(
