@@ -51,6 +51,7 @@ REFUSED = {
     "gpus mi300x": "is not an NVIDIA GPU",
     "forecast nowhere/config.json h200": "there is no file or folder 'nowhere/config.json'",
     "forecast llama-3.1-8b h200 --hidden-dim 8": "No such option: --hidden-dim",
+    "forecast llama-3.1-8b h200 --tp-comm-overlap --hidden-dim 8": "No such option: --hidden-dim",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import gemmscope as gs
@@ -13,6 +15,7 @@ from gemmscope.document.model import Document
 from gemmscope.interval import Interval
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.plan import PlanPoint
+from gemmscope.writers import figure, html
 from gemmscope.writers.plots import _break_even
 from support.plan_files import plan_result
 
@@ -146,3 +149,16 @@ def test_several_gpus_say_what_does_not_fit_and_what_is_left_out() -> None:
     assert "Only BF16, the best recipe and its close rivals are shown." in told.summary.note
     unsure = document(gs.load(MODEL).on(2, 8192).forecast("h200", "h100", recipes="fp8current")).answer
     assert unsure.startswith("FORECAST: only h200 may have enough memory for this layout: ")
+
+
+def test_a_figure_says_what_is_not_drawn_and_that_its_axis_is_logarithmic() -> None:
+    swept = gs.load(MODEL).on(1, 1024).sweep("h200", micro_batch_size=[1, 2, 4, 64], recipes="fp8current")
+    drawn = figure.image(document(swept), ".svg").decode()
+    assert "micro_batch_size (log scale)" in drawn
+    assert "Not drawn: micro_batch_size 64" in drawn
+
+
+def test_rates_on_a_page_have_the_digits_of_their_intervals(several: ForecastResult) -> None:
+    texts = re.findall(r'"text":"([0-9,]+) .u00b7 [0-9.]+x"', html.page([document(several)]))
+    assert len(texts) == 4
+    assert all(len(text.replace(",", "").rstrip("0")) <= 3 for text in texts), texts

@@ -75,7 +75,7 @@ def spelled_out(name: str, arguments: Sequence[str]) -> list[str]:
             continue
         declared = known.get(flag.replace("_", "-"))
         if declared is None:  # not an option of this command, or the end of options
-            return list(arguments)
+            return [*written, *positional, argument, *reversed(left)]
         written.append(f"{flag}{equals}{value}")
         if fixed or declared.is_flag or equals:
             written += fixed
