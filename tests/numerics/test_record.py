@@ -384,17 +384,19 @@ class Gate(nn.Module):
 
 
 class Routed(nn.Module):
-    """As in transformers, as in torchtitan, and one that this cannot know the choice of."""
+    """As in transformers, as in torchtitan, and two whose choice does not follow from their outputs alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up_proj, self.gate, self.router, self.other = nn.Linear(32, 32), Gate(), nn.Module(), Gate()
         self.router.gate, self.router.top_k = nn.Linear(32, 8, bias=False), 2
         self.other.register_buffer("expert_bias", torch.zeros(8))
+        self.limited = Gate()
+        self.limited.num_group = 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = x.detach()
-        scores = self.gate(x)[0] + self.router.gate(x).reshape(-1, 8) + self.other(x)[0]
+        scores = self.gate(x)[0] + self.router.gate(x).reshape(-1, 8) + self.other(x)[0] + self.limited(x)[0]
         return self.up_proj(x) * scores.softmax(-1).amax(-1).view(*x.shape[:-1], 1)
 
 

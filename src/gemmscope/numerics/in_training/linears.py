@@ -35,7 +35,8 @@ def top_k_of(module: Any) -> int:
     """How many experts a router chooses for a token; 0 if a module is no router that chooses by its largest outputs alone."""
     top_k = next((one for name in ("top_k", "topk") if isinstance(one := getattr(module, name, None), int)), 0)
     biased = any(True for _ in module.buffers(recurse=False)) or module._parameters.get("bias") is not None
-    return 0 if biased else top_k
+    in_groups = any((getattr(module, name, 1) or 1) != 1 for name in ("num_group", "n_group", "num_expert_groups"))
+    return 0 if biased or in_groups else top_k
 
 
 def module_weights(module: nn.Module) -> list[Tensor]:
