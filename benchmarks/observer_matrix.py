@@ -5,6 +5,7 @@ scaling and of all random numbers are compared bit for bit.
     python benchmarks/observer_matrix.py build                                      # on the CPU
     python benchmarks/observer_matrix.py build --device cuda --jobs 6 --minutes 4   # on a GPU, compiled with Inductor
     python benchmarks/observer_matrix.py build --only "experts"                     # loops whose name has this text
+    python benchmarks/observer_matrix.py build --observers forks                    # with the forks of the prototype fork_loop.py
 
 Each loop first runs twice without observers: if these runs differ, the loop itself is not deterministic, and is not compared.
 Loops run in several processes, so that one that ends its process costs one row. The table is printed and written to
@@ -24,11 +25,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -39,10 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 from torch import Tensor, nn
 
-from gemmscope.numerics import probes
+import fork_loop
+from gemmscope.numerics import measure
 from support import training_loops
 from support.training_loops import (
     OBSERVERS,
+    RECORDED,
+    STEPS,
     Block,
     Experts,
     Loop,
@@ -57,9 +63,12 @@ from support.training_loops import (
     state_round_trip,
 )  # fmt: skip
 
-GPU_WIDTH = 128  # of layers and micro-batches: kernels of FP8 need multiples of 16, those with scales of blocks of 128
-COMPUTED = probes.compute_probes
+GPU_WIDTH = 128  # of layers and micro-batches: FP8 kernels need multiples of 16, with block scales of 128; forks emulate no less
+RECIPES = measure.variants
+FEW = [f"{name}/transformer_engine" for name in ("NVFP4", "FP8Delayed")]  # with stochastic rounding, and with a history
 ENDED, NOT_IN_TIME = "the process ended", "not run in time"
+FORKS = "forks"
+REFUSED = set[str]()  # loops that `fork_losses` refuses
 
 
 def float8(recipe: str, device: str, *, compiled: bool = False) -> nn.Module:
@@ -225,15 +234,37 @@ def all_loops(device: str) -> dict[str, Loop]:
     return {loop.name: loop for loop in loops}
 
 
+def forked(loop: Loop) -> Loop:
+    """The loop, with forks of very few steps before one of its steps."""
+
+    def start(device: str) -> Training:
+        training = loop.start(device)
+
+        def step(number: int) -> Any:
+            if number == RECORDED[0]:
+                how: dict[str, Any] = {"recipes": "MXFP8", "steps": STEPS, "controls": 1, "state": [training]}
+                with mock.patch.multiple(fork_loop, LEAST_STEPS=STEPS, PILOT=1):
+                    result = fork_loop.fork_losses(training.model, None, training.step, range(number, number + STEPS), **how)
+                REFUSED.update([loop.name] if result is None else [])
+            return training.step(number)
+
+        return replace(training, step=step)
+
+    return replace(loop, start=start)
+
+
 def problems(loop: Loop, observers: str, expected: training_loops.Outcome, folder: Path, device: str) -> list[str]:
     """What observers changed, and what they did not record."""
     try:
-        outcome = run(loop, observers, folder, device)
+        watched, observer = (forked(loop), "") if observers == FORKS else (loop, observers)
+        outcome = run(watched, observer, folder, device)
     except Exception:  # it is an observer's: without them the loop has run twice
         traceback.print_exc()
         return ["raised"]
     changed = differences(expected, outcome)
     lacks = [f"{len(changed)} values differ: {', '.join(changed[:3])}"] if changed else []
+    if observers == FORKS:
+        return lacks
     if observers != "trace":
         lacks += ["nothing recorded"] * (outcome.recorded < loop.recorded)
         lacks += [f"not recorded: {outcome.missing[0]}"] if outcome.missing and loop.complete else []
@@ -250,7 +281,8 @@ def row(loop: Loop, observers: list[str], folder: Path, device: str) -> tuple[bo
     if own := differences(expected, again):
         return False, f"not deterministic: {len(own)} values differ without observers: {', '.join(own[:8])}"
     lacks = {one: problems(loop, one, expected, folder, device) for one in observers}
-    return any(lacks.values()), ", ".join(f"{one}: {'; '.join(missing) or 'same'}" for one, missing in lacks.items())
+    same = {one: "same, refused" if one == FORKS and loop.name in REFUSED else "same" for one in lacks}
+    return any(lacks.values()), ", ".join(f"{one}: {'; '.join(missing) or same[one]}" for one, missing in lacks.items())
 
 
 def work(requests: Connection, given: argparse.Namespace, log: Path) -> None:
@@ -260,8 +292,10 @@ def work(requests: Connection, given: argparse.Namespace, log: Path) -> None:
             os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if given.device == "cuda" or FORKS in given.observers:
+        training_loops.WIDTH = GPU_WIDTH
     if given.device == "cuda":
-        training_loops.BACKEND, training_loops.WIDTH = "inductor", GPU_WIDTH
+        training_loops.BACKEND = "inductor"
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -270,8 +304,8 @@ def work(requests: Connection, given: argparse.Namespace, log: Path) -> None:
         loops, of_libraries = all_loops(given.device), {one.name for one in library_loops(given.device)}
         while (loop := loops.get(requests.recv())) is not None:
             print(f"--- {loop.name}", flush=True)
-            probed = given.probes or loop.name in of_libraries or loop.name == "plain"
-            probes.compute_probes = COMPUTED if probed else lambda *_, **__: {}
+            every = given.all_recipes or loop.name in of_libraries or loop.name == "plain"
+            measure.variants = RECIPES if every else lambda: {name: RECIPES()[name] for name in FEW}
             began = time.monotonic()
             outcome = row(loop, given.observers, folder, given.device)
             requests.send((time.monotonic() - began, *outcome))
@@ -355,8 +389,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the table and the log are written")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="", metavar="TEXT", help="loops whose name has this text")
-    parser.add_argument("--observers", nargs="+", default=OBSERVERS, choices=OBSERVERS)
-    parser.add_argument("--probes", action="store_true", help="compute probes in all loops, not only in those of libraries")
+    parser.add_argument("--observers", nargs="+", default=OBSERVERS, choices=(*OBSERVERS, FORKS))
+    parser.add_argument(
+        "--all-recipes", action="store_true", help="measure all recipes in all loops, not only those of libraries"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=60.0, help="end after so long, with fewer loops")
     return Matrix(parser.parse_args()).run()
