@@ -116,6 +116,9 @@ class ForkResult:
             yield f"Slope: 1% more tokens lower the loss by {self.slope.value:.2g} [{self.slope.low:.2g}, {self.slope.high:.2g}]."
         else:
             yield "Without the slope of the loss curve, a gap cannot be turned into tokens: there is no ratio."
+        yield "One in ten of such intervals misses the true value by chance."
+        if any(gap.validation for gap in self.gaps):
+            yield "Intervals of held-out gaps include the noise of the batches, but not the luck of a run."
         yield LOCAL
         yield from (f"Warning: {warning}" for warning in self.warnings)
 

@@ -115,6 +115,9 @@ class SavedState:
             self._steps.append(partial(getattr(value, put), getattr(value, get)()))
         elif isinstance(value, np.ndarray) and value.size <= LONGEST and value.flags.writeable:
             self._steps.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, torch.profiler.profile):
+            message = "the training step refers to a profiler, whose schedule cannot be put back"
+            raise UserError(message, "call profiler.step() outside of the function")
         elif isinstance(value, types.FunctionType):
             yield from self._variables(value) if _is_own(value.__code__.co_filename) else ()
         elif not isinstance(value, (type, types.ModuleType)) and (opened or _is_opened(type(value))):
