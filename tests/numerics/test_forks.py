@@ -73,7 +73,7 @@ class Everything:
         self.batches = [(torch.randn(16, WIDTH, generator=data), torch.randint(8, (16,), generator=data)) for _ in range(40)]
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
         for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
             with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype is not torch.float32):
                 loss = functional.cross_entropy(self.model(x).float(), y) * (1 + 0.01 * random.random() + 0.01 * np.random.rand())
