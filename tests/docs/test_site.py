@@ -198,7 +198,7 @@ def test_no_color_is_respected() -> None:
     terminal.pop("NO_COLOR", None)
     code = (
         "from gemmscope.document.table import FALLBACK_CELL, Head, Table; from gemmscope.writers.terminal import show_table;"
-        "show_table(Table('title', (Head('Op'),), ((FALLBACK_CELL,),)))"
+        "show_table(Table('name', 'title', (Head('Op'),), ((FALLBACK_CELL,),)))"
     )
     shown = [
         subprocess.run([sys.executable, "-c", code], env=terminal | extra, capture_output=True, text=True, check=True).stdout
