@@ -163,6 +163,9 @@ def print_table(summaries: dict[str, Summary], seconds: float) -> None:
     for row in rows:
         print("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]))
     print(f"{total.inputs:,} inputs in {seconds:.0f} s")
+    refused = [name for name, summary in summaries.items() if summary.inputs and not summary.values]
+    if refused:
+        print(f"every input was refused, so nothing behind the reader was tried: {', '.join(refused)}")
 
 
 def report_defects(defects: list[Defect], folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +26,6 @@ NEEDS = ("torch", "gemmscope.commands.numerics", "gemmscope.numerics.evaluation.
 EDITS = st.lists(st.tuples(st.sampled_from(WAYS), st.lists(st.integers(0, 1000), min_size=2, max_size=8), HOSTILE), max_size=3)
 FORMS = st.sampled_from(["whole", "whole", "whole", "whole", "cut", "flipped", "longer", "other length"])
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.experts.3.up_proj", "lm_head")
-TENSORS = ("X", "W", "dY")
-PASSES = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
-ROUNDINGS = ("e4m3", "e5m2", "e4m3-delayed", "e4m3-power-of-two", "e4m3-power-of-two-blocks", "e2m1", "e2m1-stochastic")
 Tensors = dict[str, tuple[str, np.ndarray]]
 """Name → dtype in the file and bytes."""
 
@@ -55,40 +51,33 @@ def container(tensors: Tensors, metadata: Any, edits: list[Any], form: str, at: 
 
 
 @cache
-def recording() -> tuple[dict[str, Any], Tensors]:
-    """The facts and tensors of a small recording: 64 tokens, linears of 128 x 96."""
-    random, tensors = np.random.default_rng(0), {}
-    sizes = {"fprop": 128, "dgrad": 96, "wgrad": 64}
+def recording() -> dict[str, Any]:
+    """The facts of a small recording: three linears of 128 x 96 in two steps, in every variant of every recipe."""
+    variants = import_module("gemmscope.numerics.measure").variants()
+    draw = np.random.default_rng(0).uniform
+    operand = {"relative": 0.03, "underflow": 0.001, "saturated": 0.0}
+    more = {"fprop": {"damage": 1e-4}, "dgrad": {}, "wgrad": {"bias": 1e-5, "bias_error": 1e-6, "noise": 1e-3}}
+
+    def gemm(pass_name: str) -> dict[str, Any]:
+        errors = {"squared": draw(1e-4, 1e-2), "variance": 1e-9, "first_share": 0.5, "parallel": 0.001}
+        return {**errors, "operands": [operand, operand], **more[pass_name]}
+
+    tensor = {"amax": 3.0, "norm": 10.0, "smallest": 1e-3}
+    steps = [
+        {
+            "step": step, "tokens": 64, "tensors": dict.fromkeys(("X", "W", "dY"), tensor), "outputs": dict.fromkeys(more, 9.0),
+            "gradient": {"squared": 4.0, "noise": 0.5, "energy": 6.0},
+            "gemms": {name: {pass_name: gemm(pass_name) for pass_name in pairs} for name, pairs in variants.items()},
+        }
+        for step in (0, 5)
+    ]  # fmt: skip
     linears = []
     for name in NAMES[:3]:
-        steps = []
-        for step in (0, 5):
-            passes = {}
-            for pass_name, pair in PASSES.items():
-                reduced = sizes[pass_name]
-                passes[pass_name] = {"reduced": reduced, "blocks": [0], "weights": [1.0], "product": 9.0, "norm": 3.0}
-                for place, tensor in zip(("first", "second"), pair, strict=True):
-                    prefix = f"{name}/{step}/{pass_name}.{place}."
-                    tensors |= {
-                        f"{prefix}rows": random.standard_normal((4, reduced)),
-                        f"{prefix}weights": np.ones(4),
-                        f"{prefix}row_amax": np.full(4, 3.0),
-                        f"{prefix}energy": np.ones(reduced),
-                    }
-                    if tensor == "W":
-                        tensors |= {f"{prefix}amax{size}": np.full((4, -(-reduced // size)), 3.0) for size in (128, 16)}
-            tensors |= {f"{name}/{step}/{tensor}.exponents": np.arange(256.0) for tensor in TENSORS}
-            probes = {
-                f"{one}/{tensor}/{way}": [0.1, 0.01, 0.0, 0.01, 3.0] for one in PASSES for tensor in TENSORS for way in ROUNDINGS
-            }
-            probes |= {f"{one}/{way}+{way}": [0.0, 0.1, 0.0] for one in PASSES for way in ROUNDINGS}
-            facts = {tensor: {"amax": 3.0, "norm": 10.0, "zeros": 0.0, "nonfinite": 0} for tensor in TENSORS}
-            steps.append({"step": step, "tokens": 64, "tensors": facts, "passes": passes, "probes": probes})
         linear = name.partition(".0.")[2] or name.partition(".1.")[2]
         about = {"name": name, "linear": linear, "layer": int(name.split(".")[2]), "op": "MLP Up", "kind": "Linear"}
-        linears.append({**about, "inputs": 128, "outputs": 96, "dtype": "bfloat16", "expert": None, "experts": 1, "steps": steps})
-    facts = {"version": 1, "source": "recording", "model": "Net", "steps": [0, 5], "linears": linears, "packages": {"torch": "2"}}
-    return facts, {name: ("F32", values.astype("<f4")) for name, values in tensors.items()}
+        linears.append({**about, "inputs": 128, "outputs": 96, "dtype": "bfloat16", "steps": steps})
+    version = import_module("gemmscope.numerics.recording").VERSION
+    return {"version": version, "source": "recording", "model": "Net", "steps": [0, 5], "linears": linears}
 
 
 @st.composite
@@ -107,19 +96,17 @@ def recordings(draw: st.DrawFn) -> dict[str, Any]:
 
 def recording_bytes(value: dict[str, Any]) -> bytes:
     """The recording that an input describes."""
-    facts, tensors = recording()
-    facts = deepcopy(facts)
+    facts = json.loads(json.dumps(recording()))  # a copy whose parts are apart
     if value["renamed"] is not None:
-        old, new = facts["linears"][0]["name"], value["renamed"]
-        facts["linears"][0].update(name=new, linear=new)
-        tensors = {name.replace(f"{old}/", f"{new}/"): stored for name, stored in tensors.items()}
+        facts["linears"][0].update(name=value["renamed"], linear=value["renamed"])
+    if value["fill"] is not None:
+        step = facts["linears"][value["at"] % 3]["steps"][0]
+        places = [numbers for gemms in step["gemms"].values() for numbers in gemms.values()]
+        places[value["at"] % len(places)].update(squared=value["fill"], variance=value["fill"])
+        step["tensors"]["X"]["amax"] = value["fill"]
     for how, numbers, hostile in value["facts"]:
         change(facts, how, numbers, hostile)
-    if value["fill"] is not None:
-        names = list(tensors)
-        name = names[value["at"] % len(names)]
-        tensors = {**tensors, name: ("F32", np.full_like(tensors[name][1], value["fill"]))}
-    return container(tensors, {"gemmscope": json.dumps(facts)}, value["header"], value["form"], value["at"])
+    return container({}, {"gemmscope": json.dumps(facts)}, value["header"], value["form"], value["at"])
 
 
 # --- checkpoints

@@ -17,6 +17,8 @@ from hypothesis import strategies as st  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from fuzz.targets_commands import WHOLE  # noqa: E402
+from fuzz.targets_tensors import recording_bytes  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.numerics.recording import (  # noqa: E402
     GemmNumbers,
@@ -53,6 +55,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert step.gemms == STEP.gemms
     assert (recording.source, linear.name) == ("recording", "layers.0.up")
     assert not load_file(tmp_path / "a.safetensors")  # the numbers are all that is kept
+
+
+def test_fuzzing_changes_a_valid_recording(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(recording_bytes(WHOLE))
+    linears = read_recording(tmp_path / "a.safetensors").linears
+    assert [len(linear.measured) for linear in linears] == [2, 2, 2]
 
 
 def test_recordings_of_earlier_versions_are_refused(tmp_path: Path) -> None:
