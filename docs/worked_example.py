@@ -30,7 +30,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepResult
 from gemmscope.toml import parse_toml
 from gemmscope.units import ends, speedup
-from gemmscope.writers.drawing import CLEAR, NORMAL, SOFT, WHISKER, face
+from gemmscope.writers.drawing import CLEAR, NORMAL, SOFT, face, whiskers
 from gemmscope.writers.figure import STYLE, UNDATED, WIDTH_IN
 from gemmscope.writers.markdown import pipe_table
 
@@ -294,7 +294,7 @@ def _panel(axis: Any, title: str, linears: Linears) -> None:
 def _bar(axis: Any, x: float, interval: Interval, style: dict[str, Any]) -> None:
     low, high = interval.low or interval.value, interval.high or interval.value
     axis.bar(x, interval.value, 0.38, **style)
-    axis.errorbar(x, interval.value, yerr=[[interval.value - low], [high - interval.value]], **WHISKER)
+    whiskers(axis, [x], [interval.value], ([interval.value - low], [high - interval.value]))
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
     axis.annotate(f"{interval.value:.2f}x", (x, high), (0, 3), fontsize=NORMAL, fontweight="bold", bbox=CLEAR, **above)
 
