@@ -59,7 +59,7 @@ def test_bench_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert {total.layer_ms is not None for total in result.linears.totals} == {True}
     assert "| QKV Proj |" in files["markdown"].read_text()
     lines = csv.DictReader(io.StringIO(files["csv"].read_text()))
-    assert sum(line["Op"] == "QKV Proj" and line["table"].startswith("Pre-quantized: time") for line in lines) == 4
+    assert sum(line["Op"] == "QKV Proj" and line["table"] == "times_pre_quantized" for line in lines) == 4
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert outcome.err.count("wrote ") == 4
 

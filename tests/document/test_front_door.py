@@ -121,7 +121,7 @@ def test_a_plan_shows_what_it_recommends() -> None:
     assert told.summary.marked == (1,)
     most = [head.name for head in told.summary.columns].index("At most")
     assert [row[most].text for row in told.summary.rows] == ["999", "70"]
-    assert "recommended layout is added" in told.summary.note
+    assert "recommended, not on the front" in told.summary.note
     assert f"{safe.memory_gb:.0f} (at most 70)" in told.answer
     assert "its memory is tight" in told.because[0]
 

@@ -31,7 +31,7 @@ def steps(name: str, model: ModelSpec, run: RunSpec, network: Network | None = N
 
 
 def exchanged(name: str, model: ModelSpec, run: RunSpec) -> dict[str, Exchange]:
-    return {exchange.kind: exchange for exchange in steps(name, model, run).fixed.exchanged}
+    return {exchange.kind: exchange for exchange in steps(name, model, run).exchanged}
 
 
 # --- collectives and networks ------------------------------------------------------------------------------------------

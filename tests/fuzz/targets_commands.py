@@ -55,13 +55,15 @@ def write_module(value: targets_modules.Module, folder: Path) -> str:
 
 RUNS = Files(targets_runs.damages(), write_run)
 CONFIGS = Files(targets_configs.CONFIGS, partial(write_as, "config"))
+RECORDINGS = targets_tensors.recordings().map(targets_tensors.recording_bytes)
 INPUTS: dict[str, Files] = {
     "PATH|ID": CONFIGS,
     "FILE.py:FUNCTION": Files(targets_modules.modules(), write_module),
     "RUNFILE": RUNS,
     "FOLDER|RUNFILE": Files(targets_fleets.folders(), write_runs),
     "FILE.csv|-": Files(targets_configs.gemm_lists().map(lambda case: case[1]), partial(write_as, "gemms.csv")),
-    "RECORDING": Files(targets_tensors.recordings().map(targets_tensors.recording_bytes), partial(write_as, "a.safetensors")),
+    "RECORDING": Files(RECORDINGS, partial(write_as, "a.safetensors")),
+    "RECORDING,...": Files(RECORDINGS, partial(write_as, "later.safetensors")),
     "TRACE": Files(targets_traces.damages().map(targets_traces.damaged), partial(write_as, "trace.json")),
     "PATH": Files(targets_tensors.checkpoints(), targets_tensors.write_checkpoint),
 }
@@ -71,6 +73,7 @@ OUTPUTS = {"perfetto", "folder", "json", "csv", "markdown", "output", "html", "f
 VALUES = {
     "", "N", "X", "NAME", "NAME,...", "N,...", "N,N,...", "NAME=A:B:STEP", "all|N,N,...", "N|all|N,N,...", "PERCENT", "SECONDS",
     "ADDRESS", "0|1|2|3", "N,MxKxN,...", "N|MxKxN", "first=N,last=N,NAME", "NAME|GB/S", "X|NAME=X,...", "NAME=N,N,...", "WORD",
+    "RANK", "WATTS",
 }  # fmt: skip
 """How values are written that are no files, besides lists of choices."""
 BESIDE = {"forecast": ["--gpu", "h200"], "plan": ["--gpu", "h200", "--gpus", "4", "--global-batch", "8"]}
@@ -103,7 +106,7 @@ def arguments(command: str, name: str, declared: Declared, given: str, folder: P
         return [command, *trace, *BESIDE.get(command, ()), *own, *model]
     if name in ("baseline", "against"):
         return [command, str(targets_traces.recorded("healthy_te_current")), *own]
-    if name == "speed":
+    if name in ("speed", "later"):
         (folder / "whole.safetensors").write_bytes(targets_tensors.recording_bytes(WHOLE))
         return [command, str(folder / "whole.safetensors"), *own, "--bound", "5%"]
     if name == "runs" and command == "report":

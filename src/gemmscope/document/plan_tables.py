@@ -11,7 +11,7 @@ from gemmscope.interval import Interval
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, Pruned
 
 SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
-MOST_ROWS = 6  # of the short view
+MOST_ROWS = 5  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 200
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
@@ -65,9 +65,11 @@ def summary(result: PlanResult) -> Table | None:
     for layout in front:
         if not shown or layout.memory_gb < shown[-1].memory_gb * (1 - SAVING):
             shown.append(layout)
-    shown = shown[:MOST_ROWS]
+    best = point.best
+    added = best is not None and not any(best is layout for layout in shown[:MOST_ROWS])
+    shown = shown[: MOST_ROWS - added]
     notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
-    if (best := point.best) is not None and not any(best is layout for layout in shown):
+    if added and best is not None:
         shown = sorted([best, *shown], key=point.layouts.index)
         notes = [phrase("plan-best-added"), *notes]
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []

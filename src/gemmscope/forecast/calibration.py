@@ -89,7 +89,7 @@ class Calibration:
         >>> known = Calibration("h200", "", {"bf16": {"fprop": 1.2}}, {})
         >>> states = ("sustained", "burst")
         >>> [round(known.gemm("bf16", "fprop", state, gpu("h200")).half_width, 2) for state in states]
-        [0.03, 0.09]
+        [0.03, 0.1]
         """
         own, other = (self.gemms, self.burst) if state == "sustained" else (self.burst, self.gemms)
         for factors, further in ((own, 0.0), (other, SPREAD["other state"])):
