@@ -116,16 +116,6 @@ def test_context_parallel() -> None:
     assert work[0] == 2 * work[1]
     parameters = {"parameters": 10**9, "trained": 10**9, "in_experts": 0, "trained_in_experts": 0}
     share = RankShare(layers=64, moe_layers=0, **parameters, attentions=0, mixers=64, mlps=0)
-        layers=64,
-        moe_layers=0,
-        parameters=10**9,
-        in_experts=0,
-        trained=10**9,
-        trained_in_experts=0,
-        attentions=0,
-        mixers=64,
-        mlps=0,
-    )
     chip = gpu("h200")
     kinds = {one.kind for one in exchanges(chip, network_of(chip), model, RunSpec(1, 8192, cp=2), share)}
     assert "context" in kinds
