@@ -136,6 +136,16 @@ def test_what_may_not_fit_is_not_the_answer_of_a_sweep() -> None:
     assert told.next_command == f"gemmscope forecast --preset {MODEL} --gpu h200 --micro-batch-size 1"
 
 
+def test_the_best_point_of_a_map_is_that_of_the_answer() -> None:
+    swept = gs.load(MODEL).on(1, 4096).sweep("h200", micro_batch_size=[4, 8], sequence_length=[1024, 2048], recipes="fp8current")
+    told = document(swept)
+    (chart,) = (chart for chart in told.charts() if isinstance(chart, HeatMap))
+    assert any(cell.may_not_fit for row in chart.cells for cell in row)
+    assert chart.best is not None
+    column, row = chart.best
+    assert f"micro_batch_size {chart.rows[row]}, sequence_length {chart.columns[column]}." in told.answer
+
+
 def test_where_only_bf16_fits_no_recipe_is_called_slow() -> None:
     swept = gs.load(MODEL).on(1, 2048).sweep("h100", micro_batch_size=[1, 8], recipes="fp8current")
     assert document(swept).answer == "FORECAST: on h100, only BF16 fits in memory, at 1 of 2 points."

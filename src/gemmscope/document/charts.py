@@ -238,6 +238,7 @@ class HeatCell:
     value: float | None = None
     certain: bool = True  # faster than BF16 beyond the interval: on this side of the break-even line
     text: str = ""
+    may_not_fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,13 +272,12 @@ class HeatMap(Drawing):
 
     @property
     def best(self) -> tuple[int, int] | None:
-        """Column and row of the largest certain speedup; None for a map of errors."""
+        """Column and row of the largest certain speedup, of those that fit if any does; None for a map of errors."""
         if self.unit != "x":
             return None
-        certain = [
-            (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
-        ]
-        return max(certain)[1:] if certain else None
+        cells = [(cell, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row)]
+        certain = [(not cell.may_not_fit, cell.value, x, y) for cell, x, y in cells if cell.value and cell.certain]
+        return max(certain)[2:] if certain else None
 
     def table(self) -> Table:
         """The cells as a table, a row for each row; if it is `turned`, for each column."""

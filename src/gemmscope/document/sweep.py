@@ -308,4 +308,5 @@ def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
         value=gain,
         certain=point.gains,
         text=best + ("" if best == BASELINE else f" {gain:.2f}x") + mark + (f" {HOST_BOUND}" if host else ""),
+        may_not_fit=unsure(point),
     )
