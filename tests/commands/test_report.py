@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import escape
 
+import gemmscope as gs
 from gemmscope.commands.report import report
 from gemmscope.document import document
 from gemmscope.document.combine import common_baselines, letter
@@ -234,6 +235,17 @@ def test_runs_that_do_not_belong_together(run: Run, tmp_path: Path, second: Call
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
     assert "run gemmscope report for each of them" in outcome.err
+
+
+@pytest.mark.parametrize("kind", ["forecast", "plan"])
+def test_forecasts_and_plans_of_two_models_are_refused_alike(tmp_path: Path, kind: str) -> None:
+    """Whatever stands beside a forecast: two models do not belong on one page."""
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    gs.load("llama-3.2-1b").on(1, 2048).forecast("h200").save(one)
+    model = gs.load("qwen3-0.6b")
+    (model.on(1, 2048).forecast("h200") if kind == "forecast" else model.plan("h200", 1, global_batch=1)).save(other)
+    with pytest.raises(UserError, match="are for different models"):
+        report([one, other])
 
 
 def test_other_batches_are_named(tmp_path: Path) -> None:
