@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gemmscope as gs
+from gemmscope.document.common import batch_lines
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.step import StepForecast
@@ -115,3 +116,8 @@ def test_a_plan_with_lora_needs_less_memory() -> None:
 def test_a_mix_keeps_as_many_layers_as_without_lora() -> None:
     name = mixed_name("FP8Current", KeptHigher("BF16", 1, 1))
     assert step(LORA).kept_share(name) == pytest.approx(step(RUN).kept_share(name), rel=0.01)
+
+
+def test_the_answer_says_that_weights_are_frozen() -> None:
+    assert "LoRA of rank 16, all other weights frozen" in batch_lines(LORA, 0)[1]
+    assert "LoRA" not in " ".join(batch_lines(RUN, 0))

@@ -116,6 +116,7 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
         f"imbalance {run.imbalance:g}": run.imbalance != 1,
         " ".join(["recompute", run.recompute, *run.recompute_modules]): run.recompute != "none",
         f"{run.recompute_share:.0%} of the layers recomputed": run.recompute_share < 1,
+        f"LoRA of rank {run.lora}, all other weights frozen": run.lora is not None,
         "separate projections": run.separate_projections,
         f"{run.gradient_accumulation} micro-batches per step": run.gradient_accumulation > 1,
     }
